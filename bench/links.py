@@ -29,7 +29,8 @@ import numpy as np
 
 import unisono as uni
 from unisono.backends.iroh.backend import UnconnectedIroh
-from unisono.backends.native.backend import Credentials, NativeBackend
+from unisono.backends.native.backend import NativeBackend
+from unisono.backends.native.card import Credentials
 from unisono.backends.registry import BindSpec, Closable
 from unisono.bootstrap.identity import Authority, Name, WorkerKey
 from unisono.comm.communicator import Communicator

@@ -17,7 +17,8 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from unisono.backends.native.backend import Card, NativeBackend
+from unisono.backends.native.backend import NativeBackend
+from unisono.backends.native.card import Card
 from unisono.core.request import Request
 
 SIZES = (8, 64, 1024, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 16 << 20, 128 << 20)

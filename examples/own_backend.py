@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import unisono as uni
 from unisono.core.clock import RealRuntime
 from unisono.messaging.actions import Action, Transmit
-from unisono.messaging.backend import Capabilities, PeerDown
+from unisono.messaging.backend import Capabilities
 from unisono.messaging.endpoint import Endpoint
+from unisono.messaging.peer_down import PeerDown
 from unisono.messaging.protocol import Protocol
 from unisono.messaging.protocol_backend import ProtocolBackend
 from unisono.testing import check_backend

@@ -1,5 +1,5 @@
 // Whether the calling thread may block. It may not while it runs an inline handler of a remote call, because it may be
-// a thread that waits for an answer itself: see unisono/core/clock.py.
+// a thread that waits for an answer itself: see unisono/core/runtime.py.
 
 #pragma once
 
@@ -13,7 +13,7 @@ inline thread_local bool is_blocking_forbidden = false;
 inline void check_may_block() {
   if (!is_blocking_forbidden) [[likely]]
     return;
-  nanobind::module_::import_("unisono.core.clock").attr("refuse_blocking")();
+  nanobind::module_::import_("unisono.core.runtime").attr("refuse_blocking")();
 }
 
 }  // namespace unisono

@@ -16,13 +16,15 @@ from unisono.backends.hybrid import HybridBackend
 from unisono.backends.local import LocalBackend
 from unisono.backends.sub import SubBackend
 from unisono.config import Config
-from unisono.core.clock import RealRuntime, Runtime
+from unisono.core.clock import RealRuntime
 from unisono.core.envelope import ANY, UNTYPED, Any_
 from unisono.core.request import Request
+from unisono.core.runtime import Runtime
 from unisono.errors import ClosedError, PeerLost, UsageError
 from unisono.messaging.actions import Frame, Transmit
-from unisono.messaging.backend import Backend, Capabilities, PeerDown
+from unisono.messaging.backend import Backend, Capabilities
 from unisono.messaging.endpoint import Endpoint
+from unisono.messaging.peer_down import PeerDown
 from unisono.messaging.protocol import Protocol
 from unisono.messaging.protocol_backend import ProtocolBackend
 from unisono.plans.steps import Buf

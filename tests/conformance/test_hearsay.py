@@ -21,7 +21,7 @@ from tests.support.member import CONTROL, HEAD, Member
 
 from unisono.config import Config
 from unisono.core.envelope import Lane
-from unisono.messaging.backend import PeerDown
+from unisono.messaging.peer_down import PeerDown
 from unisono.simulation import Drop, Kill, Network, now, sleep
 from unisono.simulation.fabric import Fabric
 from unisono.simulation.scheduler import Scheduler

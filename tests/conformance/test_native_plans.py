@@ -33,7 +33,7 @@ from unisono.core.dtypes import DTYPES
 from unisono.core.envelope import Tags
 from unisono.core.ops import as_op
 from unisono.core.request import HeaderMismatch, LengthMismatch, Request
-from unisono.messaging.backend import Stage
+from unisono.messaging.stage import Stage
 from unisono.plans import CATALOG, Problem, algorithms, bound, build
 from unisono.plans.catalog import reduces
 from unisono.plans.steps import Buf, Plan

@@ -15,7 +15,7 @@ import numpy as np
 from tests.fuzz import rpc_frames
 from tests.fuzz.decoders import CORPUS, NONCE, TOKEN
 
-from unisono.backends.native.backend import Card
+from unisono.backends.native.card import Card
 from unisono.bootstrap import protocol
 from unisono.bootstrap.address import Address
 from unisono.bootstrap.ticket import Ticket

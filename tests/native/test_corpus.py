@@ -18,9 +18,10 @@ import pytest
 from tests.fuzz import corpus
 from tests.fuzz.decoders import CORPUS, DECODERS, feed, mutated, seeds
 
-from unisono.backends.native.backend import Card, NativeBackend
+from unisono.backends.native.backend import NativeBackend
+from unisono.backends.native.card import Card
 from unisono.config import Config
-from unisono.messaging.backend import PeerDown
+from unisono.messaging.peer_down import PeerDown
 
 SECRET = b"the job's secret"
 PATIENCE_S = 30

@@ -18,8 +18,8 @@ from tests.support.member import BULK, CONTROL, HEAD, Member, exactly
 
 from unisono.backends.native.backend import NativeBackend
 from unisono.config import Config
-from unisono.core.clock import Waiting
 from unisono.core.request import Request
+from unisono.core.runtime import Waiting
 
 CONTEXT = 0xBEEF
 SECRET = b"the job's secret"

@@ -10,9 +10,11 @@ from tests.support.ranks import run_each
 import unisono as uni
 from unisono.backends.local import LocalBackend
 from unisono.comm.communicator import Communicator
+from unisono.core.call import Call
 from unisono.core.request import Request
-from unisono.core.task import Call, Task
-from unisono.messaging.backend import Capabilities, Stage
+from unisono.core.task import Task
+from unisono.messaging.backend import Capabilities
+from unisono.messaging.stage import Stage
 from unisono.plans import Buf, Plan, Problem
 from unisono.plans.execute import Execution, execute
 

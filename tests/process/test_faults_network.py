@@ -29,11 +29,12 @@ from tests.support.member import BULK, CONTROL, HEAD, Member, exactly
 from tests.support.processes import PATIENCE_S, forked
 
 import unisono as uni
-from unisono.backends.native.backend import Card, NativeBackend
+from unisono.backends.native.backend import NativeBackend
+from unisono.backends.native.card import Card
 from unisono.comm.communicator import Communicator
 from unisono.config import Config
 from unisono.errors import PeerLost
-from unisono.messaging.backend import PeerDown
+from unisono.messaging.peer_down import PeerDown
 
 pytestmark = pytest.mark.more
 

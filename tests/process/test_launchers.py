@@ -15,7 +15,7 @@ from unisono.bootstrap.address import Address
 from unisono.bootstrap.launch_info import decide
 from unisono.bootstrap.store import StoreSource
 from unisono.bootstrap.ticket import Ticket
-from unisono.config import Launch, Network
+from unisono.environment import Launch, Network
 from unisono.errors import RendezvousError
 
 pytestmark = pytest.mark.more

@@ -16,7 +16,7 @@ from tests.support.ranks import PATIENCE_S
 from unisono.backends.native.backend import NativeBackend
 from unisono.core.envelope import Lane, Tags
 from unisono.errors import ClosedError, UnisonoError
-from unisono.messaging.backend import PeerDown
+from unisono.messaging.peer_down import PeerDown
 
 CONTEXT = 5
 

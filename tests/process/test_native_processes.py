@@ -25,13 +25,14 @@ from tests.support.member import HELLO, exactly
 from tests.support.metronome import Metronome
 from tests.support.ranks import IS_SANITIZED
 
-from unisono.backends.native.backend import Card, Credentials, NativeBackend
+from unisono.backends.native.backend import NativeBackend
+from unisono.backends.native.card import Card, Credentials
 from unisono.config import Config
-from unisono.core.clock import Waiting
 from unisono.core.envelope import ANY
 from unisono.core.request import Request
+from unisono.core.runtime import Waiting
 from unisono.errors import BackendUnavailable, ClosedError, PeerLost
-from unisono.messaging.backend import PeerDown
+from unisono.messaging.peer_down import PeerDown
 
 CONTEXT = 0xC0FFEE
 PATIENCE_S = 120

@@ -27,15 +27,16 @@ from tests.support.member import BULK, CONTROL, HEAD, Member, connected, context
 from tests.support.ranks import IS_SANITIZED
 from tests.support.system import need_root
 
-from unisono.backends.native.backend import Card, Credentials, NativeBackend
+from unisono.backends.native.backend import NativeBackend
+from unisono.backends.native.card import Card, Credentials
 from unisono.backends.native.refusals import NAMED_MAX
 from unisono.config import Config
-from unisono.core.clock import Waiting
 from unisono.core.envelope import Tags
 from unisono.core.request import Request
+from unisono.core.runtime import Waiting
 from unisono.errors import PeerLost, ProtocolError, UsageError
-from unisono.messaging.backend import BROKEN, PeerDown
 from unisono.messaging.credit import CONTROL_BYTES_MAX
+from unisono.messaging.peer_down import BROKEN, PeerDown
 
 CONTEXT = 0xC0FFEE
 SECRET = b"the job's secret"

@@ -33,11 +33,12 @@ HEAD = "import os, signal, sys, threading\nrank = int(os.environ['UNISONO_RANK']
 
 # A program whose ranks meet as uni.init will make them meet.
 MEET = """
-from unisono import config
+from unisono import environment
+from unisono.config import Config
 from unisono.bootstrap.entry import enter
 from unisono.bootstrap.launch_info import decide
-place = decide(config.launch(), config.network())
-with enter(place, make_card=lambda site: b"card %d" % site.rank, config=config.Config(),
+place = decide(environment.launch(), environment.network())
+with enter(place, make_card=lambda site: b"card %d" % site.rank, config=Config(),
            version=__import__("unisono").__version__, timeout=30) as entry:
     view = entry.view
     print("met", view.rank, view.cards[-1].decode(), place.local_rank, view.identity is not None, flush=True)

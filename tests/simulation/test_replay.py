@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.core.clock import Waiting
 from unisono.core.envelope import ANY
 from unisono.core.request import Request
+from unisono.core.runtime import Waiting
 from unisono.errors import Deadlock, PeerLost
 from unisono.simulation import (
     Drop,

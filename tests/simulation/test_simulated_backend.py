@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from unisono.config import Config
-from unisono.core.clock import Waiting
 from unisono.core.envelope import ANY, Lane
 from unisono.core.request import Request
+from unisono.core.runtime import Waiting
 from unisono.errors import ClosedError, Deadlock, PeerLost, UsageError
-from unisono.messaging.backend import PeerDown
+from unisono.messaging.peer_down import PeerDown
 from unisono.simulation import (
     Drop,
     Kill,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 
-from unisono.backends.native.backend import Credentials
+from unisono.backends.native.card import Credentials
 from unisono.bootstrap.identity import Authority, Name, WorkerKey
 
 JOB = "0123456789abcdef" * 2

@@ -51,10 +51,13 @@ LAYERS = (
             ("communicator", "mesh", "verbs"),
             ("adoption", "verb_table", "open_worlds"),
             ("collectives",),
+            ("announced_verbs",),
+            ("argument_checks",),
             ("point_to_point", "vector_collectives", "splitter", "verb_docs"),
             ("announcement", "dispatch"),
             ("group_plan",),
             ("group",),
+            ("operations",),
             ("run_ahead", "stall_queries", "loose_ends"),
             ("mismatch_collector",),
             ("group_state", "mismatch"),
@@ -86,7 +89,7 @@ LAYERS = (
             ("inbox", "rendezvous"),
             ("actions",),
             ("backend", "matching"),
-            ("credit", "fast_path", "strangers"),
+            ("stage", "peer_down", "credit", "fast_path", "strangers"),
         ),
     ),
     Layer(
@@ -96,12 +99,14 @@ LAYERS = (
             ("waits",),
             ("work",),
             ("callbacks", "task"),
+            ("call", "clock"),
             ("codec", "kernels", "request"),
-            ("buffers", "ops", "clock"),
+            ("buffers", "ops", "runtime"),
             ("dtypes", "envelope", "call_site", "parked_threads"),
         ),
     ),
-    Layer(("config",), "settings and the environment"),
+    Layer(("config",), "settings"),
+    Layer(("environment",), "launchers, and where ranks meet"),
     Layer(("errors", "version", "_native"), "what everything may name"),
 )
 
@@ -144,7 +149,7 @@ def native_picture() -> str:
     return "\n".join(f"{f'{name}/':<{width}}{what}" for name, what in NATIVE_LAYERS.items())
 
 
-_MODULES = {"api", "config", "errors", "version", "__init__"}
+_MODULES = {"api", "config", "environment", "errors", "version", "__init__"}
 
 if __name__ == "__main__":
     print(picture(), native_picture(), sep="\n\n")  # noqa: T201

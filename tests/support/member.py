@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any, Self
 
-from unisono.backends.native.backend import Card, Credentials
+from unisono.backends.native.card import Card, Credentials
 
 __all__ = ["BULK", "CONTROL", "HEAD", "HELLO", "Member", "connected", "context", "exactly", "greet", "hello"]
 

@@ -28,7 +28,8 @@ from tests.support.credentials import credentials
 
 from unisono.backends.gloo import backend as gloo
 from unisono.backends.iroh import backend as iroh
-from unisono.backends.native.backend import Credentials, NativeBackend
+from unisono.backends.native.backend import NativeBackend
+from unisono.backends.native.card import Credentials
 from unisono.backends.registry import BindSpec, UnconnectedBackend
 from unisono.comm.communicator import Communicator
 from unisono.config import Config

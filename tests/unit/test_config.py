@@ -9,7 +9,8 @@ import pytest
 from tests.support.ranks import run_ranks
 
 import unisono as uni
-from unisono.config import Config, Launch, launch
+from unisono.config import Config
+from unisono.environment import Launch, launch
 from unisono.errors import UsageError
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}

@@ -17,7 +17,9 @@ from unisono._native import RankMap
 from unisono.backends import foreign
 from unisono.backends.foreign import Agreement, ForeignRequest, Introductions
 from unisono.core.request import Request
-from unisono.messaging.backend import Backend, PeerDown, Stage
+from unisono.messaging.backend import Backend
+from unisono.messaging.peer_down import PeerDown
+from unisono.messaging.stage import Stage
 from unisono.plans.steps import Problem
 
 __all__ = ["CollectiveQueue", "Collectives", "Steps", "Task"]

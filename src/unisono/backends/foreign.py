@@ -22,12 +22,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from unisono.core.clock import Runtime
 from unisono.core.dtypes import Kind
 from unisono.core.envelope import Lane, Tags
 from unisono.core.kernels import reduce_into
 from unisono.core.request import HeaderMismatch, Request
-from unisono.messaging.backend import Backend, PeerDown, Stage
+from unisono.core.runtime import Runtime
+from unisono.messaging.backend import Backend
+from unisono.messaging.peer_down import PeerDown
+from unisono.messaging.stage import Stage
 from unisono.plans.catalog import reduces
 from unisono.plans.steps import Buf, Problem
 

@@ -11,12 +11,13 @@ from functools import partial
 from typing import TypeAlias
 
 from unisono.config import Config
-from unisono.core.clock import Runtime
 from unisono.core.envelope import ANY, UNTYPED, Any_, Envelope, Lane
 from unisono.core.request import Request
+from unisono.core.runtime import Runtime
 from unisono.errors import UsageError
-from unisono.messaging.backend import Backend, Capabilities, PeerDown
+from unisono.messaging.backend import Backend, Capabilities
 from unisono.messaging.matching import Posted
+from unisono.messaging.peer_down import PeerDown
 
 __all__ = ["HybridBackend", "Route"]
 

@@ -14,12 +14,14 @@ from typing import Any
 
 from unisono.backends.thread_watch import ThreadUsers, ThreadWatch
 from unisono.config import Config
-from unisono.core.clock import Event, RealRuntime, Waiting
+from unisono.core.clock import RealRuntime
 from unisono.core.envelope import UNTYPED, Any_
 from unisono.core.request import Request
+from unisono.core.runtime import Event, Waiting
 from unisono.messaging.actions import Action, Transmit, finish
-from unisono.messaging.backend import Capabilities, PeerDown
+from unisono.messaging.backend import Capabilities
 from unisono.messaging.endpoint import Endpoint
+from unisono.messaging.peer_down import PeerDown
 from unisono.messaging.protocol import Protocol
 from unisono.messaging.protocol_backend import ProtocolBackend
 

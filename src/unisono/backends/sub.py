@@ -8,12 +8,14 @@ from typing import Any
 
 from unisono._native import CallLog, NativeGroup, RankMap
 from unisono.config import Config
-from unisono.core.clock import Runtime
 from unisono.core.envelope import ANY, UNTYPED, Any_, Lane
 from unisono.core.request import Request
+from unisono.core.runtime import Runtime
 from unisono.errors import UsageError
-from unisono.messaging.backend import Backend, Capabilities, PeerDown, Stage, numbered_hosts
+from unisono.messaging.backend import Backend, Capabilities, numbered_hosts
 from unisono.messaging.fast_path import LibraryCalls, Mailbox
+from unisono.messaging.peer_down import PeerDown
+from unisono.messaging.stage import Stage
 
 __all__ = ["SubBackend"]
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeAlias
 
-from unisono.core.clock import Event, Waiting
 from unisono.core.parked_threads import Parked, parked_threads
+from unisono.core.runtime import Event, Waiting
 from unisono.errors import Deadlock, UsageError, ranks_text
 
 __all__ = ["ThreadUsers", "ThreadWatch", "WatchedRanks"]

@@ -14,8 +14,8 @@ from typing import Any, Final, Self
 from unisono.bench.cases import Case
 from unisono.bench.systems import System
 from unisono.bench.worker import SOCKET_NAME
-from unisono.config import environment
 from unisono.core.clock import RealRuntime
+from unisono.environment import environment
 from unisono.launcher.supervisor import Supervisor
 
 __all__ = ["RunningSystem", "SystemFailed"]

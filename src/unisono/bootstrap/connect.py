@@ -10,7 +10,7 @@ from typing import Final
 
 from unisono.bootstrap.address import Address, Endpoint, resolve
 from unisono.bootstrap.limits import printable
-from unisono.core.clock import Deadline, Runtime
+from unisono.core.runtime import Deadline, Runtime
 
 __all__ = ["ConnectLog", "connect"]
 

@@ -15,7 +15,8 @@ from unisono.bootstrap.launch_info import LaunchInfo
 from unisono.bootstrap.protocol import links_secret
 from unisono.bootstrap.ticket import Ticket, TicketSource
 from unisono.config import Config
-from unisono.core.clock import Deadline, RealRuntime
+from unisono.core.clock import RealRuntime
+from unisono.core.runtime import Deadline
 from unisono.errors import UsageError
 
 if TYPE_CHECKING:

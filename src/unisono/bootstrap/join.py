@@ -24,7 +24,8 @@ from unisono.bootstrap.protocol import Frames, JoinClient, WrongToken
 from unisono.bootstrap.rendezvous import Member
 from unisono.bootstrap.ticket import MalformedTicket, Ticket, TicketSource
 from unisono.config import Config
-from unisono.core.clock import Deadline, RealRuntime
+from unisono.core.clock import RealRuntime
+from unisono.core.runtime import Deadline
 from unisono.errors import ProtocolError, RendezvousError, UsageError
 
 if TYPE_CHECKING:

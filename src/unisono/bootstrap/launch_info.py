@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from unisono.bootstrap.ticket import TicketSource
-from unisono.config import BARE, Launch, Network
+from unisono.environment import BARE, Launch, Network
 from unisono.errors import RendezvousError, UsageError
 
 __all__ = ["OURS", "LaunchInfo", "decide"]

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from unisono.config import Config, as_options, environment, given, network
+from unisono.config import Config, as_options
+from unisono.environment import environment, given, network
 from unisono.errors import BackendUnavailable, RendezvousError, UsageError
 
 if TYPE_CHECKING:

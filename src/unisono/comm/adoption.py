@@ -15,11 +15,11 @@ from typing import Any, Final
 import numpy as np
 
 from unisono.comm.announcement import row_bytes
-from unisono.comm.collectives import check_algorithm, check_reduction, no_mean
+from unisono.comm.argument_checks import check_algorithm, check_reduction, no_mean
 from unisono.comm.deadlock import ANY_RANK, ANY_TAG
 from unisono.comm.dispatch import CollectiveCall, Decided, decide
 from unisono.comm.fingerprint import NOTHING, SHAPED, Operand, described, fused
-from unisono.comm.group import Group, await_request
+from unisono.comm.group import Group
 from unisono.comm.point_to_point import receivable, received
 from unisono.comm.split import ROW_OPERAND
 from unisono.comm.splitter import Splitter
@@ -37,13 +37,13 @@ from unisono.comm.vector_collectives import (
     rows_here,
 )
 from unisono.core import buffers
-from unisono.core.clock import NEVER, Deadline, Runtime
+from unisono.core.call import Call, Message, Steps, await_request, await_requests
 from unisono.core.dtypes import DTYPES, DType
 from unisono.core.envelope import ANY
 from unisono.core.kernels import narrow
 from unisono.core.ops import ReduceOp, as_op
 from unisono.core.request import Request
-from unisono.core.task import Call, Message, Steps, await_requests
+from unisono.core.runtime import NEVER, Deadline, Runtime
 from unisono.core.work import Work, wait_or_cancel
 from unisono.errors import ClosedError, Location, UnisonoError, UsageError
 from unisono.plans import Problem

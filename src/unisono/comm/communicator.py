@@ -21,7 +21,8 @@ from unisono.comm.mesh import Grid, Mesh
 from unisono.comm.split import named_identity
 from unisono.comm.splitter import Splitter
 from unisono.comm.verbs import BlockingVerbs, Start
-from unisono.core.clock import Dropped, Finalizer, Killed, refuse_blocking
+from unisono.core.clock import Dropped
+from unisono.core.runtime import Finalizer, Killed, refuse_blocking
 from unisono.errors import (
     CollectiveMismatch,
     Deadlock,

@@ -35,12 +35,14 @@ from unisono.comm.control_messages import (
 from unisono.comm.deadlock_watch import DeadlockWatch, WatchedGroup
 from unisono.comm.early_messages import EarlyMessages
 from unisono.comm.goodbyes import DELAY_S, UnsentGoodbyes
+from unisono.core.call import Call, Steps
 from unisono.core.clock import Dropped, when_dropped
 from unisono.core.envelope import ANY, Lane, Tags
-from unisono.core.task import Call, Steps, Task
+from unisono.core.task import Task
 from unisono.errors import ClosedError, PeerLost, ProtocolError, UnisonoError
-from unisono.messaging.backend import GRACE_LOOK_S, GRACE_S, Backend, PeerDown
+from unisono.messaging.backend import GRACE_LOOK_S, GRACE_S, Backend
 from unisono.messaging.credit import CONTROL_BYTES_MAX, ENDED_CONTEXTS_MAX
+from unisono.messaging.peer_down import PeerDown
 
 __all__ = ["CONTROL_CONTEXT", "WORLD_CONTEXT", "AttachedGroup", "Control", "Service"]
 

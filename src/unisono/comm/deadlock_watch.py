@@ -29,14 +29,15 @@ from unisono.comm.control_messages import (
     WaitReport,
 )
 from unisono.comm.deadlock import ANY_RANK, RankState, Wait, cycle_of, deadlocked, wait_text
+from unisono.core.call import Call
 from unisono.core.envelope import Lane
 from unisono.core.parked_threads import Parked, current_frames, parked_threads
-from unisono.core.task import Call, blocked_threads
+from unisono.core.task import blocked_threads
 from unisono.errors import Deadlock
 from unisono.messaging.backend import Backend
 
 if TYPE_CHECKING:
-    from unisono.core.clock import Timer
+    from unisono.core.runtime import Timer
 
 __all__ = ["DeadlockWatch", "WatchedGroup"]
 

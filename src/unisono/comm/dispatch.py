@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from unisono.comm.fingerprint import Operand, described, fingerprint_of, words_of
-from unisono.comm.group import Group, await_request
+from unisono.comm.group import Group
+from unisono.core.call import Call, Steps, await_request
 from unisono.core.dtypes import DType
 from unisono.core.envelope import UNTYPED, Tags
 from unisono.core.ops import ReduceOp
 from unisono.core.request import HeaderMismatch, LengthMismatch, Request
-from unisono.core.task import Call, Steps
 from unisono.errors import UsageError
-from unisono.messaging.backend import Stage
+from unisono.messaging.stage import Stage
 from unisono.plans import LINKS, Links, Problem, build, choose, entry_of
 from unisono.plans.catalog import synchronizes
 from unisono.plans.execute import Execution, Memory, execute

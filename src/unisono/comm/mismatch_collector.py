@@ -15,8 +15,8 @@ from unisono.comm.control_messages import CallReport, GroupFailure
 from unisono.comm.fingerprint import may_be_one_call
 from unisono.comm.group_state import GroupState
 from unisono.comm.mismatch import Mismatch
-from unisono.core.clock import Timer
-from unisono.core.task import Steps
+from unisono.core.call import Steps
+from unisono.core.runtime import Timer
 from unisono.errors import CollectiveMismatch, UnisonoError
 
 __all__ = ["MismatchCollector"]

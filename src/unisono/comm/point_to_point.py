@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from unisono.comm.deadlock import ANY_RANK, ANY_TAG
-from unisono.comm.group import Group, await_request
+from unisono.comm.group import Group
 from unisono.comm.object_payload import packed, unpacked
 from unisono.core import buffers
 from unisono.core.buffers import Array
-from unisono.core.clock import NEVER
+from unisono.core.call import Call, Message, Steps, await_request, await_requests
 from unisono.core.envelope import ANY, TAG_MAX, Any_, Status, as_int
 from unisono.core.request import Request
-from unisono.core.task import Call, Message, Steps, await_requests
+from unisono.core.runtime import NEVER
 from unisono.core.work import Work
 from unisono.errors import UsageError
 

@@ -12,8 +12,8 @@ from unisono.comm.control_messages import CallReport, StallQuery, StallReply
 from unisono.comm.fingerprint import FINGERPRINT_BYTES, FORGOTTEN
 from unisono.comm.group_state import GroupState
 from unisono.comm.mismatch_collector import MismatchCollector
+from unisono.core.call import Call, Steps
 from unisono.core.envelope import Lane
-from unisono.core.task import Call, Steps
 from unisono.errors import CollectiveMismatch
 
 __all__ = ["RunAhead"]

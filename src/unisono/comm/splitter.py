@@ -21,8 +21,8 @@ from unisono.comm.split import (
     identity_of,
     members_of,
 )
+from unisono.core.call import Call, Steps
 from unisono.core.dtypes import DTYPES
-from unisono.core.task import Call, Steps
 from unisono.core.work import Work, wait_or_cancel
 from unisono.errors import ProtocolError
 from unisono.plans.steps import Buf

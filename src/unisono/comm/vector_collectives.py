@@ -22,10 +22,10 @@ from unisono.comm.group import Group
 from unisono.comm.object_payload import unpacked
 from unisono.core import buffers
 from unisono.core.buffers import Array, Family
+from unisono.core.call import Steps
 from unisono.core.dtypes import DTYPES, DType
 from unisono.core.kernels import divide, narrow, widen
 from unisono.core.ops import ReduceOp
-from unisono.core.task import Steps
 from unisono.errors import CollectiveMismatch, UsageError
 from unisono.plans.steps import Buf
 

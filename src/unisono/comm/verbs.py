@@ -19,7 +19,7 @@ from unisono.comm.group import Group
 from unisono.comm.split import check_request
 from unisono.comm.splitter import Splitter
 from unisono.comm.verb_table import make_verbs_type
-from unisono.core.task import Call, Steps
+from unisono.core.call import Call, Steps
 from unisono.core.work import Work, wait_or_cancel
 
 if TYPE_CHECKING:

@@ -22,14 +22,16 @@ from unisono.backends.registry import (
     statuses,
 )
 from unisono.comm.communicator import Communicator
-from unisono.config import Config, launch, network
+from unisono.config import Config
+from unisono.environment import launch, network
 from unisono.errors import BackendUnavailable, ProtocolError, UsageError
 from unisono.messaging.backend import Backend
 from unisono.plans import measured
 from unisono.version import VERSION
 
 if TYPE_CHECKING:
-    from unisono.backends.native.backend import Card, Credentials, NativeBackend
+    from unisono.backends.native.backend import NativeBackend
+    from unisono.backends.native.card import Card, Credentials
     from unisono.bootstrap.entry import ListenSpec
     from unisono.bootstrap.join import View
     from unisono.bootstrap.launch_info import LaunchInfo
@@ -265,7 +267,7 @@ def card_of(data: bytes) -> Card:
     Raises:
         ProtocolError: the card is malformed.
     """
-    from unisono.backends.native.backend import Card
+    from unisono.backends.native.card import Card
 
     card = decoded_card(data, Card)
     if not (0 <= card.port < 1 << 16 and 0 <= card.pid < 1 << 31):
@@ -305,7 +307,7 @@ def _credentials(view: View) -> Credentials | None:
     """This rank's certificate and key; None if links are not encrypted."""
     if view.identity is None:
         return None
-    from unisono.backends.native.backend import Credentials
+    from unisono.backends.native.card import Credentials
 
     mine = view.identity
     return Credentials(view.names, mine.key_pem, mine.certificate_pem, mine.ca_pem)

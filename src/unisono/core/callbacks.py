@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Final
 from weakref import WeakKeyDictionary
 
-from unisono.core.clock import Killed, Runtime
+from unisono.core.runtime import Killed, Runtime
 
 __all__ = ["CallbackThread", "callback_thread"]
 

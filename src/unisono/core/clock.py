@@ -1,7 +1,4 @@
-"""Time and threads: the only module above the transports that reads a clock, waits or starts a thread.
-
-The simulator replaces the runtime by its own, and everything above runs unchanged in virtual time.
-"""
+"""The machine's runtime. Above the transports, only this module reads a clock, waits or starts a thread."""
 
 from __future__ import annotations
 
@@ -13,101 +10,29 @@ import os
 import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from numbers import Real
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from unisono._native import is_blocking_forbidden
 from unisono.core.parked_threads import is_idle_in, waits_in
-from unisono.errors import UsageError, ranks_text
+from unisono.core.runtime import FOREVER_S, Event, Finalizer, Runtime, Timer, Waiting
 
 __all__ = [
-    "NEVER",
-    "Deadline",
     "Dropped",
-    "Event",
-    "Finalizer",
-    "Killed",
     "RealEvent",
     "RealRuntime",
-    "Runtime",
-    "Timer",
-    "Waiting",
     "call_before_threads_are_joined",
     "file_age_s",
-    "refuse_blocking",
     "when_dropped",
 ]
 
 _log = logging.getLogger("unisono")
 
 
-def refuse_blocking() -> None:
-    """Refuse to wait on a thread that runs an inline handler of a remote call: others may wait for it.
-
-    Raises:
-        UsageError: the calling thread must not block.
-    """
-    if is_blocking_forbidden():
-        raise UsageError(
-            "a function that was exposed with inline=True must not wait",
-            next_step="expose it without inline=True, or start the operation and do not wait for it",
-        )
-
-
-class Event(Protocol):
-    """A flag that threads can wait for through their runtime."""
-
-    def set(self) -> None:
-        """Set the flag and wake the threads that wait for it."""
-
-    def clear(self) -> None:
-        """Clear the flag."""
-
-    def is_set(self) -> bool:
-        """Whether the flag is set."""
-
-
-class Finalizer(Protocol):
-    """A function call that follows when an object was dropped."""
-
-    def detach(self) -> object:
-        """Cancel the call; False or None if it was made or cancelled before."""
-
-
-class Timer(Protocol):
-    """A function call that is due later."""
-
-    def cancel(self) -> None:
-        """Cancel the call, unless it has begun."""
-
-
-@dataclass(frozen=True, slots=True)
-class Deadline:
-    """The time when an operation gives up; None means never. `given_s` is the user's timeout, for errors."""
-
-    at: float | None
-    given_s: float | None = None
-
-    def remaining(self, now: float) -> float | None:
-        """Seconds left, at least 0; None if there is no deadline."""
-        return None if self.at is None else max(0.0, self.at - now)
-
-    def has_passed(self, now: float) -> bool:
-        """Whether it is over."""
-        return self.at is not None and now >= self.at
-
-
 # A signal that arrives just before the main thread sleeps does not wake it: the thread polls at this
 # interval.
 _SIGNALS_S: Final = 0.1
-
-NEVER: Final = Deadline(None)
 
 # How long the timer thread sleeps at most; it ends when it finds no timer left, twice.
 _LINGER_S: Final = 0.05
@@ -115,119 +40,6 @@ _LINGER_S: Final = 0.05
 _NO_THREAD_S: Final = 0.05
 # Compact the heap when cancelled timers outnumber live ones by this many.
 _CANCELLED_KEPT: Final = 64
-
-# Thirty years: longer timeouts overflow the clocks of some systems.
-_FOREVER_S: Final = 1e9
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """One wait in the text of a Deadlock: a rank, the ranks it waits for, and the operation."""
-
-    rank: int
-    ranks: tuple[int, ...]
-    operation: str
-
-    def __str__(self) -> str:
-        whom = ranks_text(self.ranks) if self.ranks else "any rank"
-        return f"rank {self.rank} waits for {whom} in {self.operation}"
-
-
-class Killed(BaseException):
-    """Ends a rank's thread as a crash would: no cleanup, no goodbye, and it must not be caught."""
-
-
-class Runtime(ABC):
-    """A clock, a way to wait, and timers."""
-
-    is_virtual = False
-    # Whether it detects deadlocks itself, because all ranks are in this process.
-    sees_deadlocks = False
-
-    @property
-    def is_dead(self) -> bool:
-        """Whether a simulated crash has ended this rank: then unfinished operations are no mistake."""
-        return False
-
-    @abstractmethod
-    def now(self) -> float:
-        """Seconds on a monotonic clock."""
-
-    @abstractmethod
-    def event(self) -> Event:
-        """Make an event."""
-
-    @abstractmethod
-    def block(
-        self, event: Event, timeout: float | None, waiting: Callable[[], Waiting], *, is_limited: bool = True
-    ) -> bool:
-        """Wait for the event; False if the timeout passed first.
-
-        Args:
-            event: made by `event()` of this runtime.
-            timeout: seconds; None waits for ever.
-            waiting: describes the wait; called only for the text of a deadlock.
-            is_limited: False if the caller will wait again after the timeout, which is only a pause for
-                housekeeping. Then the wait may be part of a deadlock.
-
-        Raises:
-            Deadlock: no rank can go on, so the event will never be set.
-        """
-
-    @abstractmethod
-    def call_at(self, when: float, fn: Callable[[], None]) -> Timer:
-        """Call `fn` at a time of `now()` on the runtime's timer thread; it must return soon."""
-
-    @abstractmethod
-    def call_soon(self, fn: Callable[[], None]) -> None:
-        """Call `fn` soon, without a lock held: for finalizers, which may run at any point of any code."""
-
-    @abstractmethod
-    def finalizer(self, one: object, fn: Callable[[], None]) -> Finalizer:
-        """Call `fn` soon after an object was dropped, without a lock held. The result need not be kept."""
-
-    @abstractmethod
-    def start_thread(self, fn: Callable[[], None], name: str) -> None:
-        """Run `fn` on a new daemon thread."""
-
-    @abstractmethod
-    def sleep(self, seconds: float) -> None:
-        """Let the calling thread sleep."""
-
-    def used(self, rank: int) -> None:  # noqa: B027 - optional: for runtimes that watch threads
-        """The calling thread starts an operation of a rank."""
-
-    def polled(self) -> None:  # noqa: B027 - optional: for virtual time
-        """A caller polls for a condition instead of waiting.
-
-        In virtual time this must take time, or a polling loop would never end.
-        """
-
-    def catch_up(self) -> None:  # noqa: B027 - optional: for backends whose completions wait to be dispatched
-        """Dispatch what has ended by now, or wait until another thread has done so."""
-
-    def defer_signals(self) -> AbstractContextManager[None]:
-        """A context in which Python's signal handlers run only while `block` waits, or after the context."""
-        return _NOT_DEFERRED
-
-    def deadline(self, timeout: float | None) -> Deadline:
-        """Convert a timeout in seconds to a deadline: once, in the public API.
-
-        Raises:
-            UsageError: it is no number of seconds.
-        """
-        if timeout is None:
-            return NEVER
-        # NumPy's numbers are Real; int and float come first because that check is slow.
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float, Real)) or not timeout >= 0:
-            raise UsageError(f"timeout={timeout!r}; allowed: seconds >= 0, or None for no limit")
-        if timeout >= _FOREVER_S:
-            return NEVER
-        return Deadline(self.now() + float(timeout), float(timeout))
-
-
-# Threads of Python that wait for each other need no deferral.
-_NOT_DEFERRED = nullcontext()
 
 
 class RealEvent:
@@ -300,8 +112,8 @@ class RealRuntime(Runtime):
         """Wait for the event; signals such as Ctrl-C interrupt it."""
         assert isinstance(event, RealEvent)
         if threading.current_thread() is not threading.main_thread():
-            return event.wait(None if timeout is None else min(timeout, _FOREVER_S))
-        end = self.now() + (_FOREVER_S if timeout is None else timeout)
+            return event.wait(None if timeout is None else min(timeout, FOREVER_S))
+        end = self.now() + (FOREVER_S if timeout is None else timeout)
         while not event.wait(max(0.0, min(_SIGNALS_S, end - self.now()))):
             if self.now() >= end:
                 return False

@@ -1,152 +1,27 @@
 """Tasks: how an operation is carried on from its first step to its end, and by which thread.
 
-An operation is a generator. It starts requests, registers to be woken by each, and yields until one ends.
-A *call* says which operation this is; a *task* carries its generator on; a *work* (work.py) is what the user
-holds. The thread that waits for a task carries it on. If no thread waits, the thread that ended its request
-does: no operation needs a thread of its own.
+A *call* (call.py) says which operation this is; a *task* carries its generator on; a *work* (work.py) is what
+the user holds. The thread that waits for a task carries it on. If no thread waits, the thread that ended its
+request does: no operation needs a thread of its own.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple
 
-from unisono.core.clock import (
-    NEVER,
-    Deadline,
-    Runtime,
-    Timer,
-    Waiting,
-)
-from unisono.core.request import Request
+from unisono.core.call import Call, LocalError, Steps, T
+from unisono.core.runtime import Deadline, Runtime, Timer
 from unisono.errors import DeadlineExceeded, Deadlock, Location, PeerAborted, UnisonoError, ranks_text
 
-__all__ = [
-    "Begun",
-    "Blocked",
-    "Call",
-    "LocalError",
-    "Message",
-    "Steps",
-    "T",
-    "Task",
-    "await_requests",
-    "blocked_threads",
-]
-
-T = TypeVar("T")
-Steps: TypeAlias = Generator[None, None, T]
+__all__ = ["Blocked", "Task", "blocked_threads"]
 
 _log = logging.getLogger("unisono")
-
-
-class Message(NamedTuple):
-    """A message that an operation sends or receives: with whom, by world rank, and its tag; -1 is any."""
-
-    is_send: bool
-    peer: int
-    tag: int
-    request: Request
-
-
-@dataclass(slots=True)
-class Call:
-    """Which operation this is, and what it is doing: errors, logs and the deadlock report read it here.
-
-    `translate_error` turns the error of a request into the operation's own. `interruption` is the error by
-    which the operation was told to end: a request that has already matched may still complete; no further
-    request is started.
-    """
-
-    operation: str
-    rank: int
-    communicator: str = ""
-    epoch: int | None = None
-    sequence: int | None = None
-    deadline: Deadline = NEVER
-    started_at: float = 0.0
-    waiting_on: Callable[[], tuple[int, ...]] = tuple
-    is_wildcard: bool = False  # any rank may end it
-    is_joint: bool = False  # all ranks are in it at once: one that called it before it left has done its part
-    absent: set[int] = field(default_factory=set)
-    on_stall: Callable[[], None] | None = None
-    on_end: Callable[[UnisonoError | None], None] | None = None
-    unreachable_error: Callable[[], UnisonoError | None] | None = None
-    translate_error: Callable[[BaseException], BaseException] = field(default=lambda error: error)
-    wake: Callable[[], None] = field(default=lambda: None)
-    interruption: UnisonoError | None = None
-    stall_query_s: float | None = None
-    stall_log_s: float | None = None
-    long_wait_s: float | None = None
-    on_long_wait: Callable[[], None] | None = None
-    messages: tuple[Message, ...] = ()  # of an operation between two ranks
-    on_result: Callable[[BaseException | None], None] | None = None  # somebody has seen how it ended
-    number: int = field(default_factory=itertools.count().__next__)
-
-    def __str__(self) -> str:
-        number = "" if self.sequence is None else f" #{self.sequence}"
-        return f'{self.operation}{number} on "{self.communicator}"'
-
-    def location(self, now: float) -> Location:
-        """Where it stands now."""
-        return Location(self.operation, self.communicator, self.epoch, self.sequence, now - self.started_at)
-
-    def missing(self) -> tuple[int, ...]:
-        """Whom it waits for: those known not to have called it at all, else those it waits for directly."""
-        return tuple(sorted(self.absent)) or self.waiting_on()
-
-    def let_go(self) -> None:
-        """It has ended: refer to its task and its memory no more.
-
-        So both are freed with the work, and do not wait for the garbage collector.
-        """
-        self.wake = _nothing
-        self.waiting_on = tuple
-        self.on_stall = self.on_end = self.on_long_wait = self.unreachable_error = None
-        self.messages = ()
-
-    def waiting(self) -> Waiting:
-        """Who waits for whom."""
-        return Waiting(self.rank, self.waiting_on(), str(self))
-
-
-def _nothing() -> None:
-    """Nobody is to be woken."""
-
-
-class Begun(Generator[None, None, T]):
-    """Steps that take the first one even if they are told to end before it.
-
-    For an operation that is under way already: only its own steps can withdraw it.
-    """
-
-    def __init__(self, steps: Steps[T]) -> None:
-        self._steps = steps
-        self._has_begun = False
-
-    def send(self, value: None) -> None:
-        """Take a step."""
-        self._has_begun = True
-        self._steps.send(value)
-
-    def throw(self, *error: Any) -> None:
-        """Tell it to end."""
-        if not self._has_begun:
-            self.send(None)
-        self._steps.throw(*error)
-
-
-class LocalError(Exception):
-    """The operation has ended well, but what this rank made of the result has raised the cause of this error.
-
-    The cause is the error of the operation here. Other ranks are not told: they are not concerned.
-    """
 
 
 class _State(Enum):
@@ -511,12 +386,3 @@ def _carry_on_claimed() -> None:
 
 def _awaiting(ranks: tuple[int, ...]) -> str:
     return f"waiting for {ranks_text(ranks)}" if ranks else "waiting for any rank"
-
-
-def await_requests(call: Call, requests: Iterable[Request]) -> Steps[None]:
-    """Sleep until all requests are done, however they end."""
-    pending = [r for r in requests if not r.done]
-    for request in pending:
-        request.notify(call.wake)
-    while not all(request.done for request in pending):
-        yield

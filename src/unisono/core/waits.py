@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Final
 
 from unisono import _native
-from unisono.core.clock import Deadline, Event, Runtime, Waiting, refuse_blocking
+from unisono.core.runtime import Deadline, Event, Runtime, Waiting, refuse_blocking
 from unisono.core.work import Work
 from unisono.errors import DeadlineExceeded, UsageError
 

@@ -10,9 +10,10 @@ from functools import partial
 from typing import Any, Generic
 
 from unisono._native import WorkBase, set_work_type
+from unisono.core.call import T
 from unisono.core.callbacks import callback_thread
-from unisono.core.clock import Killed, Runtime
-from unisono.core.task import T, Task
+from unisono.core.runtime import Killed, Runtime
+from unisono.core.task import Task
 from unisono.errors import PeerAborted, UnisonoError, UsageError
 
 __all__ = ["Started", "Work", "wait_or_cancel"]

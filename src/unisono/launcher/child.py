@@ -14,8 +14,9 @@ from typing import Any
 
 from unisono.bootstrap.launch_info import LaunchInfo
 from unisono.bootstrap.ticket import TicketSource
-from unisono.config import Config, network
+from unisono.config import Config
 from unisono.core import codec
+from unisono.environment import network
 from unisono.errors import UsageError
 from unisono.launcher.failure import describe
 from unisono.launcher.parent_death import die_with_parent

@@ -22,8 +22,8 @@ from unisono.bootstrap.folder import remove_dead_folders
 from unisono.bootstrap.join import arrive, report_ended
 from unisono.bootstrap.seed import Seed
 from unisono.bootstrap.ticket import TicketSource
-from unisono.config import environment, launch_variables, network, torch_variables
 from unisono.core.clock import RealRuntime
+from unisono.environment import environment, launch_variables, network, torch_variables
 from unisono.errors import counted, ranks_text
 from unisono.launcher.defaults import cores, rank_defaults
 from unisono.launcher.failure import culprit, exit_words

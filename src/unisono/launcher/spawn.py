@@ -19,9 +19,11 @@ from typing import Any, Final
 from unisono.bootstrap.descriptors import need
 from unisono.bootstrap.folder import remove_dead_folders
 from unisono.bootstrap.seed import Seed
-from unisono.config import Config, environment, network
+from unisono.config import Config
 from unisono.core import codec
-from unisono.core.clock import Deadline, RealRuntime
+from unisono.core.clock import RealRuntime
+from unisono.core.runtime import Deadline
+from unisono.environment import environment, network
 from unisono.errors import DeadlineExceeded, UsageError, ranks_text
 from unisono.launcher.defaults import rank_defaults
 from unisono.launcher.failure import (

@@ -11,63 +11,38 @@ send, receive or probe under way.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from unisono._native import RankMap
-from unisono.core.dtypes import DType
 from unisono.core.envelope import ANY, HEADER_BYTES_MAX, UNTYPED, Any_, Lane
-from unisono.core.ops import ReduceOp
 from unisono.core.request import Request
-from unisono.errors import PeerLost, ProtocolError, UnisonoError, UsageError, lost_text
+from unisono.errors import UnisonoError, UsageError
 from unisono.messaging.credit import bytes_max
 from unisono.messaging.fast_path import LibraryCalls, Mailbox
+from unisono.messaging.peer_down import PeerDown
+from unisono.messaging.stage import Stage
 
 if TYPE_CHECKING:
     from unisono._native import CallLog, NativeGroup
     from unisono.config import Config
-    from unisono.core.clock import Runtime
+    from unisono.core.runtime import Runtime
 
 __all__ = [
-    "BROKEN",
     "GRACE_LOOK_S",
     "GRACE_S",
     "Backend",
     "Capabilities",
     "GroupListener",
-    "PeerDown",
-    "Stage",
     "numbered_hosts",
 ]
-
-# How the cause of a PeerDown begins if the peer sent damaged or malformed bytes.
-BROKEN: Final = "broke the protocol"
 
 # Start-up grace: how long an RPC call waits for a peer that has not created its agent, or not exposed the
 # function, yet; and the poll interval meanwhile. A collective that the peer called later ends the grace.
 GRACE_S: Final = 0.5
 GRACE_LOOK_S: Final = 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class PeerDown:
-    """A backend's verdict that a rank is gone for good: nothing will come from it any more.
-
-    `left` is True if the rank closed its backend, False if it died or was declared dead.
-    """
-
-    rank: int
-    cause: str
-    left: bool = False
-
-    def error(self) -> PeerLost:
-        """The error of a request that needs this rank; its `__cause__` is a ProtocolError if that is why."""
-        lost = PeerLost(lost_text((self.rank,), self.cause), ranks=(self.rank,), cause=self.cause)
-        if self.cause.startswith(BROKEN):
-            lost.__cause__ = ProtocolError(f"rank {self.rank} {self.cause}")
-        return lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,26 +60,6 @@ class Capabilities:
     sync_send: bool = True
     wildcards: bool = True
     device_memory: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One stage of a collective, for the backend that runs it.
-
-    `memory` holds the flat arrays of the plan's buffers (plans.Buf). `header` is the fingerprint, of
-    16 bytes, that goes with the first message to each peer and is compared. `rank_map` leads from the plan's
-    ranks to those of the backend, if they differ. `row_bytes`: what travels are rows of announcements, of
-    this length (comm/announcement.py); a backend that knows them may leave out what is not used.
-    """
-
-    context: int
-    tag: int
-    dtype: DType
-    op: ReduceOp | None
-    memory: Mapping[Any, Any]
-    header: bytes
-    rank_map: RankMap | None = None
-    row_bytes: int = 0
 
 
 def numbered_hosts(names: Sequence[object]) -> tuple[int, ...]:

@@ -12,8 +12,8 @@ from typing import TypeAlias
 from unisono.core.envelope import Any_, Envelope, Lane
 from unisono.core.request import Request
 from unisono.messaging.actions import Action, End, Fill, Frame, Kind, Transmit, finish
-from unisono.messaging.backend import PeerDown
 from unisono.messaging.matching import Posted
+from unisono.messaging.peer_down import PeerDown
 from unisono.messaging.protocol import Protocol
 
 __all__ = ["Carrier", "Endpoint"]

@@ -14,9 +14,9 @@ from unisono.core.envelope import ANY, Envelope, Tags
 from unisono.core.request import Request
 from unisono.errors import ClosedError
 from unisono.messaging.actions import Action, End
-from unisono.messaging.backend import PeerDown
 from unisono.messaging.credit import ENDED_CONTEXTS_MAX
 from unisono.messaging.matching import Matcher, Posted, UnexpectedMessage, refusal
+from unisono.messaging.peer_down import PeerDown
 
 __all__ = ["Inbox"]
 

@@ -22,10 +22,10 @@ from unisono.core.envelope import ANY, Envelope, Lane
 from unisono.core.request import Request, withdrawn
 from unisono.errors import ClosedError, ProtocolError, UnisonoError
 from unisono.messaging.actions import Action, End, Fill, Frame, Kind, Transmit
-from unisono.messaging.backend import PeerDown
 from unisono.messaging.credit import RTS_MAX, Credit, OwnCredit, eager_limits
 from unisono.messaging.inbox import Inbox
 from unisono.messaging.matching import Posted, UnexpectedMessage
+from unisono.messaging.peer_down import PeerDown
 from unisono.messaging.rendezvous import (
     ReceiveAction,
     ReceiveEvent,

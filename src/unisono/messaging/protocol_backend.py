@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from unisono.config import Config
-from unisono.core.clock import Runtime
 from unisono.core.envelope import UNTYPED, Any_, Envelope, Lane
 from unisono.core.request import Request
-from unisono.messaging.backend import Backend, PeerDown
+from unisono.core.runtime import Runtime
+from unisono.messaging.backend import Backend
 from unisono.messaging.endpoint import Endpoint
+from unisono.messaging.peer_down import PeerDown
 
 __all__ = ["ProtocolBackend"]
 

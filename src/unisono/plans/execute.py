@@ -17,11 +17,12 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from unisono.core.buffers import as_bytes
+from unisono.core.call import Call, Steps
 from unisono.core.kernels import reduce_into
 from unisono.core.request import Request
-from unisono.core.task import Call, Steps
 from unisono.errors import PeerLost, UnisonoError, UsageError
-from unisono.messaging.backend import Backend, Stage
+from unisono.messaging.backend import Backend
+from unisono.messaging.stage import Stage
 from unisono.plans.program import BoundProgram, bound_program, piece_bytes_of
 from unisono.plans.steps import Buf, Copy, Plan, Recv, RecvReduce, Reduce, Send, Slice
 

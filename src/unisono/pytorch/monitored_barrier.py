@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from unisono.comm.communicator import Communicator
-from unisono.core.clock import Deadline
+from unisono.core.runtime import Deadline
 from unisono.errors import DeadlineExceeded, UnisonoError
 
 __all__ = ["MonitoredBarrier"]

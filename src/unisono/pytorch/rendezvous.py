@@ -19,7 +19,8 @@ from unisono.bootstrap.store import KeyValueStore, StoreSource
 from unisono.bootstrap.ticket import TicketSource
 from unisono.comm.communicator import Communicator
 from unisono.comm.world import joined
-from unisono.config import BARE, Config, Launch, Network, launch, network
+from unisono.config import Config
+from unisono.environment import BARE, Launch, Network, launch, network
 from unisono.errors import RendezvousError, UsageError
 
 __all__ = ["join_world"]

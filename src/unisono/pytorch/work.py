@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from unisono.core.call_site import call_site, line_of
-from unisono.core.clock import NEVER
+from unisono.core.runtime import NEVER
 from unisono.core.work import Work
 from unisono.errors import UnisonoError
 from unisono.pytorch.completion import Stream, WorkFuture

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Protocol, Self, TypeVar, overload
 
-from unisono.core.clock import Runtime, Waiting, refuse_blocking
 from unisono.core.envelope import Tags
+from unisono.core.runtime import Runtime, Waiting, refuse_blocking
 from unisono.core.waits import wait_all
 from unisono.core.work import Work
 from unisono.errors import UnisonoError, UsageError

@@ -14,8 +14,8 @@ from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, Final
 
-from unisono.core.clock import NEVER, Deadline, Runtime, Timer, Waiting, refuse_blocking
 from unisono.core.codec import path_of_argument
+from unisono.core.runtime import NEVER, Deadline, Runtime, Timer, Waiting, refuse_blocking
 from unisono.core.work import Work
 from unisono.errors import ClosedError, DeadlineExceeded, Location, PeerAborted, UnisonoError, UsageError
 from unisono.rpc.blobs import InboundValue, OutboundBlobs, UnreadBlobs

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from unisono.core.clock import Deadline, Waiting
+from unisono.core.runtime import Deadline, Waiting
 from unisono.errors import (
     DeadlineExceeded,
     Location,
@@ -25,7 +25,7 @@ from unisono.errors import (
     UsageError,
     lost_text,
 )
-from unisono.messaging.backend import PeerDown
+from unisono.messaging.peer_down import PeerDown
 from unisono.rpc.frame import GOODBYE, short
 from unisono.rpc.transport import UNBOUNDED, UNSENT_ASKS_MAX, UNSENT_BYTES_MAX, RpcTransport, Waitable
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from unisono.core.clock import Event, Runtime, Waiting
+from unisono.core.runtime import Event, Runtime, Waiting
 from unisono.errors import UsageError
 
 if TYPE_CHECKING:

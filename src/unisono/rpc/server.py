@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any, Final
 
 from unisono._native import forbid_blocking, frame_value
-from unisono.core.clock import NEVER, Deadline, Killed, Runtime, Waiting
 from unisono.core.codec import path_of
+from unisono.core.runtime import NEVER, Deadline, Killed, Runtime, Waiting
 from unisono.errors import ProtocolError, UsageError
 from unisono.messaging.backend import GRACE_LOOK_S, GRACE_S
 from unisono.rpc.blobs import InboundBudget, InboundValue, UnreadBlobs, discard

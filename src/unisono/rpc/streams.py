@@ -11,7 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from unisono.core.clock import Runtime
+from unisono.core.runtime import Runtime
 from unisono.errors import DeadlineExceeded
 from unisono.rpc.transport import Waitable
 

@@ -19,9 +19,9 @@ from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
 
 from unisono._native import CERTAIN_BLOB_BYTES
-from unisono.core.clock import Deadline, Runtime, Waiting, refuse_blocking
 from unisono.core.envelope import ANY, Lane, Tags
 from unisono.core.request import Request
+from unisono.core.runtime import Deadline, Runtime, Waiting, refuse_blocking
 from unisono.errors import ClosedError, PeerLost, ProtocolError, UnisonoError, lost_text
 from unisono.messaging.backend import Backend
 from unisono.messaging.credit import ENVELOPE_BYTES

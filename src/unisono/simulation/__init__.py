@@ -3,7 +3,7 @@
 It runs programs on backends; `unisono.simulate` puts communicators on top.
 """
 
-from unisono.core.clock import Killed
+from unisono.core.runtime import Killed
 from unisono.simulation.backend import SimBackend
 from unisono.simulation.faults import Drop, Fault, Kill, Partition, Pause, Resume, Slow
 from unisono.simulation.network import Link, Network

@@ -10,8 +10,9 @@ from typing import Protocol as TypingProtocol
 from unisono.core.envelope import ANY, UNTYPED, Any_, Tags
 from unisono.core.request import Request
 from unisono.messaging.actions import Action, Fill, Frame, Kind, Transmit
-from unisono.messaging.backend import Capabilities, PeerDown
+from unisono.messaging.backend import Capabilities
 from unisono.messaging.endpoint import Endpoint
+from unisono.messaging.peer_down import PeerDown
 from unisono.messaging.protocol import Protocol
 from unisono.messaging.protocol_backend import ProtocolBackend
 from unisono.simulation.fabric import Fabric

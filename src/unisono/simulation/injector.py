@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from unisono.messaging.backend import PeerDown
+from unisono.messaging.peer_down import PeerDown
 from unisono.simulation.fabric import Fabric
 from unisono.simulation.faults import (
     Drop,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from unisono.core.clock import Killed
+from unisono.core.runtime import Killed
 from unisono.simulation.trace import TraceEvent, trace_text
 
 __all__ = ["SimResult"]

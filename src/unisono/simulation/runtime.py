@@ -8,15 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Final
 
-from unisono.core.clock import (
-    Deadline,
-    Event,
-    Finalizer,
-    Killed,
-    Runtime,
-    Timer,
-    Waiting,
-)
+from unisono.core.runtime import Deadline, Event, Finalizer, Killed, Runtime, Timer, Waiting
 from unisono.simulation.checks import check_amount
 from unisono.simulation.scheduler import Scheduler, SimThread, Stopped, TimedCall, scheduler_here
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Final
 
-from unisono.core.clock import Killed, Waiting
+from unisono.core.runtime import Killed, Waiting
 from unisono.errors import Deadlock, UsageError
 
 __all__ = ["Scheduler", "SimThread", "Stopped", "TimedCall", "scheduler_here"]

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from unisono.core.envelope import Lane
-from unisono.messaging.backend import PeerDown
+from unisono.messaging.peer_down import PeerDown
 from unisono.simulation.fabric import Fabric
 
 __all__ = ["Member", "Silence", "Verdicts"]

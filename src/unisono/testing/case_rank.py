@@ -13,12 +13,13 @@ from typing import Any, Final, NoReturn, TypeVar
 import numpy as np
 
 from unisono.comm.communicator import Communicator
-from unisono.core.clock import Waiting
 from unisono.core.envelope import ANY, UNTYPED, Any_, Envelope, Lane
 from unisono.core.request import Request
+from unisono.core.runtime import Waiting
 from unisono.errors import UnisonoError
-from unisono.messaging.backend import Backend, PeerDown
+from unisono.messaging.backend import Backend
 from unisono.messaging.credit import ENVELOPE_BYTES
+from unisono.messaging.peer_down import PeerDown
 
 __all__ = ["CONTEXT", "PATIENCE_S", "CaseRank", "PeerDownLog", "payload"]
 

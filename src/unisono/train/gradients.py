@@ -14,8 +14,8 @@ import numpy as np
 
 from unisono.comm.communicator import Communicator
 from unisono.core.buffers import as_bytes
-from unisono.core.clock import Deadline
 from unisono.core.dtypes import Kind
+from unisono.core.runtime import Deadline
 from unisono.core.waits import wait_all
 from unisono.core.work import Work
 from unisono.errors import CollectiveMismatch, UsageError

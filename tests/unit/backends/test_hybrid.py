@@ -18,7 +18,8 @@ from unisono.config import Config
 from unisono.core.envelope import ANY
 from unisono.core.request import Request
 from unisono.errors import ClosedError, PeerLost, UsageError
-from unisono.messaging.backend import Capabilities, PeerDown
+from unisono.messaging.backend import Capabilities
+from unisono.messaging.peer_down import PeerDown
 
 CONTEXT = 79
 

@@ -14,12 +14,12 @@ from tests.support.ranks import PATIENCE_S, run_each
 
 from unisono.backends.local import LocalBackend
 from unisono.config import Config
-from unisono.core.clock import Waiting
 from unisono.core.envelope import ANY, Lane, Tags
 from unisono.core.request import Request
+from unisono.core.runtime import Waiting
 from unisono.errors import ClosedError, Deadlock, PeerLost, UsageError
-from unisono.messaging.backend import PeerDown
 from unisono.messaging.credit import ENVELOPE_BYTES
+from unisono.messaging.peer_down import PeerDown
 from unisono.testing.case_rank import payload
 
 CONTEXT = 77

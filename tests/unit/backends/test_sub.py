@@ -18,7 +18,9 @@ from unisono.core.dtypes import DTYPES
 from unisono.core.envelope import ANY, Envelope
 from unisono.core.request import HeaderMismatch, Request
 from unisono.errors import ClosedError, PeerLost, UsageError
-from unisono.messaging.backend import Capabilities, PeerDown, Stage
+from unisono.messaging.backend import Capabilities
+from unisono.messaging.peer_down import PeerDown
+from unisono.messaging.stage import Stage
 
 CONTEXT = 78
 

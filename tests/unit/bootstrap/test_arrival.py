@@ -13,7 +13,8 @@ from unisono.bootstrap.join import arrive, join
 from unisono.bootstrap.seed import Seed
 from unisono.bootstrap.ticket import TicketSource
 from unisono.config import Config
-from unisono.core.clock import Deadline, RealRuntime
+from unisono.core.clock import RealRuntime
+from unisono.core.runtime import Deadline
 from unisono.errors import RendezvousError
 
 VERSION = "1"

@@ -26,8 +26,8 @@ from unisono.bootstrap.join import report_ended
 from unisono.bootstrap.launch_info import LaunchInfo, decide
 from unisono.bootstrap.seed import Seed
 from unisono.bootstrap.ticket import Ticket, TicketSource
-from unisono.config import Launch, Network
 from unisono.core.clock import RealRuntime
+from unisono.environment import Launch, Network
 from unisono.errors import RendezvousError
 
 

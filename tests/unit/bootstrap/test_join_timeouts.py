@@ -20,7 +20,7 @@ from tests.support.metronome import stopwatch
 from unisono.bootstrap.address import Address
 from unisono.bootstrap.launch_info import decide
 from unisono.bootstrap.ticket import Ticket, TicketSource
-from unisono.config import Launch, Network
+from unisono.environment import Launch, Network
 from unisono.errors import RendezvousError, UsageError
 
 # -- time (what a timeout says) ----------------------------------------------------------------------------

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from unisono import config
+from unisono import environment
 from unisono.bootstrap.admission import AdmissionLimiter
 from unisono.bootstrap.launch_info import decide
 from unisono.bootstrap.rendezvous import Formation, Join
-from unisono.config import Config, Launch, Network
+from unisono.config import Config
+from unisono.environment import Launch, Network
 from unisono.errors import RendezvousError, UsageError, rank_numbers
 from unisono.launcher.failure import End, culprit, describe, rebuild
 from unisono.launcher.job import Job
@@ -256,7 +257,7 @@ OURS = {"UNISONO_RANK": "1", "UNISONO_SIZE": "4", "UNISONO_LOCAL_RANK": "1", "UN
 @pytest.fixture
 def environ(monkeypatch: pytest.MonkeyPatch) -> Any:
     clean: dict[str, str] = {}
-    monkeypatch.setattr(config.os, "environ", clean)
+    monkeypatch.setattr(environment.os, "environ", clean)
     return clean
 
 
@@ -280,7 +281,7 @@ def test_a_launcher_is_recognised(
     environ: dict[str, str], variables: dict[str, str], expected: tuple[Any, ...]
 ) -> None:
     environ.update(variables)
-    found = config.launch()
+    found = environment.launch()
     assert found is not None
     assert (
         found.launcher,
@@ -302,16 +303,16 @@ def test_the_inner_launcher_counts(environ: dict[str, str]) -> None:
     ]
     for name, variables in layers:
         environ.update(variables)
-        found = config.launch()
+        found = environment.launch()
         assert found is not None
         assert found.launcher == name
 
 
 def test_alone_is_alone(environ: dict[str, str]) -> None:
-    assert config.launch() is None
+    assert environment.launch() is None
     environ["SLURM_JOB_ID"] = "12"  # a shell inside an allocation is no step
     environ["SLURM_PROCID"] = "0"
-    assert config.launch() is None
+    assert environment.launch() is None
     assert decide(None, Network()).size == 1
 
 
@@ -323,7 +324,7 @@ def test_half_an_environment_is_an_error(environ: dict[str, str], variables: dic
         if "RANK" not in name and "SIZE" not in name and "NUM_TASKS" not in name and "PROCID" not in name:
             continue
         try:
-            found = config.launch()
+            found = environment.launch()
         except UsageError as error:
             assert "are not both numbers" in str(error)  # noqa: PT017 - some variables may be missing
         else:
@@ -335,7 +336,7 @@ def test_half_an_environment_is_an_error(environ: dict[str, str], variables: dic
 def test_a_senseless_rank_is_an_error(environ: dict[str, str], rank: str, size: str) -> None:
     environ.update(RANK=rank, WORLD_SIZE=size)
     with pytest.raises(UsageError, match="RANK"):
-        config.launch()
+        environment.launch()
 
 
 def test_launch_variables_are_no_settings(environ: dict[str, str]) -> None:
@@ -351,7 +352,7 @@ def test_a_child_does_not_inherit_who_we_are(environ: dict[str, str]) -> None:
     environ.update(
         OURS, **TORCHRUN, **OMPI, **SLURM, UNISONO_JOIN="secret", UNISONO_EAGER_BYTES="1", HOME="/"
     )
-    child = config.environment({"UNISONO_RANK": "0"})
+    child = environment.environment({"UNISONO_RANK": "0"})
     assert child["UNISONO_RANK"] == "0"
     assert child["HOME"] == "/"
     assert child["UNISONO_EAGER_BYTES"] == "1"

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from tests.unit.test_config import OTHER
 
-from unisono.config import Config, Network, as_options, environment, given, network
+from unisono.config import Config, as_options
+from unisono.environment import Network, environment, given, network
 from unisono.errors import UsageError
 
 pytestmark = pytest.mark.more
@@ -29,7 +30,8 @@ PLACES = {"backend": ("iroh", "gloo"), "address": ("localhost", "127.0.0.1"), "a
 # Prints what a rank reads; with "nested", what a rank of a launcher reads that this rank starts.
 PROGRAM = """
 import dataclasses, json, os, subprocess, sys
-from unisono.config import Config, network
+from unisono.config import Config
+from unisono.environment import network
 if sys.argv[1:] == ["nested"]:
     sys.exit(subprocess.run([sys.executable, "-m", "unisono", "run", __file__]).returncode)
 read = {**dataclasses.asdict(Config()), **dataclasses.asdict(network())}

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from tests.support.ranks import PATIENCE_S, run_ranks
 
 import unisono as uni
-from unisono.core.clock import NEVER, Deadline, RealEvent, RealRuntime, Waiting
+from unisono.core.clock import RealEvent, RealRuntime
+from unisono.core.runtime import NEVER, Deadline, Waiting
 from unisono.errors import UsageError
 
 QUICK = settings(derandomize=True, deadline=None, database=None, max_examples=100)

@@ -19,9 +19,10 @@ from tests.support.ranks import PATIENCE_S, run_each, run_ranks
 
 import unisono as uni
 from unisono.backends.native.completions import CompletionDispatcher
+from unisono.core.call import Call, await_requests
 from unisono.core.clock import RealRuntime
 from unisono.core.request import Request
-from unisono.core.task import Call, Task, await_requests
+from unisono.core.task import Task
 from unisono.core.waits import wait_all
 from unisono.core.work import Started as Handed
 from unisono.core.work import Work

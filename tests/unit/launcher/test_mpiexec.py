@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.config import torch_variables
+from unisono.environment import torch_variables
 from unisono.launcher.mpiexec import mpiexec_command
 
 PRINT = "import os; print(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')))"

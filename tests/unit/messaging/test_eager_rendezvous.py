@@ -14,9 +14,9 @@ from unisono.core.envelope import ANY, UNTYPED, Envelope, Lane
 from unisono.core.request import Request
 from unisono.errors import ClosedError, PeerLost, ProtocolError
 from unisono.messaging.actions import Action, End, Frame, Kind, Transmit, finish
-from unisono.messaging.backend import PeerDown
 from unisono.messaging.credit import ENVELOPE_BYTES
 from unisono.messaging.endpoint import Endpoint
+from unisono.messaging.peer_down import PeerDown
 from unisono.messaging.protocol import Protocol
 from unisono.messaging.rendezvous import (
     RECEIVE_TABLE,

@@ -21,8 +21,8 @@ from unisono.core.envelope import ANY, UNTYPED, Envelope, Tags
 from unisono.core.request import Request
 from unisono.errors import ClosedError, PeerLost, UsageError
 from unisono.messaging.actions import Frame, Kind
-from unisono.messaging.backend import PeerDown
 from unisono.messaging.endpoint import Endpoint
+from unisono.messaging.peer_down import PeerDown
 from unisono.messaging.protocol import Protocol
 
 MANY = settings(derandomize=True, deadline=None, database=None, max_examples=400)

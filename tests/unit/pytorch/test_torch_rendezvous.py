@@ -16,7 +16,7 @@ import unisono as uni
 from unisono.bootstrap.address import Address
 from unisono.bootstrap.store import StoreSource
 from unisono.bootstrap.ticket import Ticket, TicketSource
-from unisono.config import Launch, Network
+from unisono.environment import Launch, Network
 from unisono.pytorch import rendezvous
 from unisono.pytorch.rendezvous import join_world
 

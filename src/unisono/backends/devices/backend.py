@@ -10,11 +10,13 @@ from unisono._native import NativeGroup, RankMap
 from unisono.backends.devices.calls import DeviceCalls, DeviceLibrary
 from unisono.backends.registry import Closable
 from unisono.config import Config
-from unisono.core.clock import Runtime
 from unisono.core.envelope import Any_
 from unisono.core.request import Request
-from unisono.messaging.backend import Backend, Capabilities, PeerDown, Stage
+from unisono.core.runtime import Runtime
+from unisono.messaging.backend import Backend, Capabilities
 from unisono.messaging.fast_path import Mailbox
+from unisono.messaging.peer_down import PeerDown
+from unisono.messaging.stage import Stage
 
 __all__ = ["DeviceBackend"]
 

@@ -21,7 +21,8 @@ from unisono.backends.registry import BackendInfo, Closable
 from unisono.core.envelope import ANY, Lane, Tags
 from unisono.core.request import Request
 from unisono.errors import DeadlineExceeded, PeerLost, UsageError
-from unisono.messaging.backend import Backend, Capabilities, PeerDown
+from unisono.messaging.backend import Backend, Capabilities
+from unisono.messaging.peer_down import PeerDown
 
 __all__ = ["DESCRIPTION", "NcclLibrary", "missing", "store_over"]
 

@@ -13,13 +13,13 @@ from unisono.backends.framed.frames import packed, parse, unpacked
 from unisono.backends.framed.transport import FrameTransport
 from unisono.backends.registry import Closable
 from unisono.config import Config
-from unisono.core.clock import Runtime
 from unisono.core.envelope import UNTYPED, Any_
 from unisono.core.request import Request
+from unisono.core.runtime import Runtime
 from unisono.errors import ClosedError, ProtocolError
 from unisono.messaging.actions import Frame, Kind, Transmit
-from unisono.messaging.backend import BROKEN, PeerDown
 from unisono.messaging.endpoint import Endpoint
+from unisono.messaging.peer_down import BROKEN, PeerDown
 from unisono.messaging.protocol import Protocol
 from unisono.messaging.protocol_backend import ProtocolBackend
 

@@ -28,7 +28,8 @@ from unisono.core.clock import RealRuntime
 from unisono.core.envelope import Lane
 from unisono.core.request import Request
 from unisono.errors import ProtocolError, UsageError
-from unisono.messaging.backend import Capabilities, Stage
+from unisono.messaging.backend import Capabilities
+from unisono.messaging.stage import Stage
 from unisono.plans.steps import Problem
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from unisono.backends.foreign import ForeignRequest
 from unisono.backends.gloo.process_group import GroupMaker, break_links
 from unisono.core.request import Request
 from unisono.errors import UnisonoError
-from unisono.messaging.backend import Backend, Stage
+from unisono.messaging.backend import Backend
+from unisono.messaging.stage import Stage
 from unisono.plans.catalog import reduces
 from unisono.plans.steps import Buf, Problem
 

@@ -24,11 +24,13 @@ from unisono.backends.mpi.calls import MpiCalls
 from unisono.backends.mpi.collectives import MpiCollectives
 from unisono.backends.registry import BackendInfo
 from unisono.config import Config
-from unisono.core.clock import Event, RealEvent, RealRuntime, Waiting
+from unisono.core.clock import RealEvent, RealRuntime
 from unisono.core.envelope import Lane
 from unisono.core.request import Request
+from unisono.core.runtime import Event, Waiting
 from unisono.errors import BackendUnavailable, ProtocolError, RendezvousError
-from unisono.messaging.backend import Capabilities, Stage
+from unisono.messaging.backend import Capabilities
+from unisono.messaging.stage import Stage
 from unisono.plans.steps import Problem
 from unisono.version import VERSION
 

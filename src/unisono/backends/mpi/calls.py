@@ -20,8 +20,8 @@ from unisono.backends.mpi.collectives import MpiQueue, Task
 from unisono.core.dtypes import DType
 from unisono.core.envelope import Tags
 from unisono.core.ops import ReduceOp
-from unisono.messaging.backend import Stage
 from unisono.messaging.fast_path import Adopter, LibraryCall
+from unisono.messaging.stage import Stage
 from unisono.plans.steps import Buf, Problem
 
 if TYPE_CHECKING:

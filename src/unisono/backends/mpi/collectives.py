@@ -27,7 +27,8 @@ from unisono.core.kernels import reduce_into
 from unisono.core.ops import ReduceOp
 from unisono.core.request import Request
 from unisono.errors import PeerAborted
-from unisono.messaging.backend import Backend, Stage
+from unisono.messaging.backend import Backend
+from unisono.messaging.stage import Stage
 from unisono.plans.catalog import reduces
 from unisono.plans.steps import Buf, Problem
 

@@ -5,67 +5,39 @@ It maps requests to operations of the engine, which knows shared memory and sock
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
-import functools
-import logging
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 from unisono import _native
+from unisono.backends.native.card import Card, Credentials
 from unisono.backends.native.clock import NativeRuntime
 from unisono.backends.native.completions import CompletionDispatcher, Listening, NativeRequest, RunRequest
 from unisono.backends.native.programs import compiled
-from unisono.backends.native.refusals import Refusals
+from unisono.backends.native.pump import Pump
 from unisono.backends.registry import BackendInfo, Closable
 from unisono.config import Config
 from unisono.core.buffers import arguments
-from unisono.core.clock import RealRuntime, Runtime
 from unisono.core.envelope import ANY, UNTYPED, Any_, Lane, Status, Tags
-from unisono.core.parked_threads import is_idle_in
 from unisono.core.request import Request
+from unisono.core.runtime import Runtime
 from unisono.errors import BackendUnavailable, ClosedError, UnisonoError, UsageError
 from unisono.messaging import strangers
-from unisono.messaging.backend import Capabilities, GroupListener, PeerDown, Stage, numbered_hosts
+from unisono.messaging.backend import Capabilities, GroupListener, numbered_hosts
 from unisono.messaging.credit import CONTROL_BYTES_MAX, OWN_CREDIT_BYTES, eager_limits
 from unisono.messaging.fast_path import Mailbox
+from unisono.messaging.peer_down import PeerDown
+from unisono.messaging.stage import Stage
 from unisono.plans.program import piece_bytes_of
 from unisono.plans.steps import Buf, Plan
 
-__all__ = ["DESCRIPTION", "Card", "Credentials", "NativeBackend"]
-
-_log = logging.getLogger("unisono.native")
+__all__ = ["DESCRIPTION", "NativeBackend"]
 
 _CAPABILITIES = Capabilities("native", run_plan=True)
-
-
-class Card(NamedTuple):
-    """What other ranks need to reach a rank.
-
-    `unix_path` is empty if the rank uses no shared memory. By `pid`, ranks of its host see whether it is dead
-    or only not scheduled; 0 if it is not known.
-    """
-
-    host: str
-    unix_path: str
-    address: str
-    port: int
-    pid: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Credentials:
-    """A rank's TLS key and certificate, and the authority it trusts; certificate r is for `names[r]`."""
-
-    names: Sequence[str]
-    key_pem: bytes = field(repr=False)
-    certificate_pem: bytes = field(repr=False)
-    authority_pem: bytes = field(repr=False)
 
 
 class NativeBackend(Closable):
@@ -150,17 +122,9 @@ class NativeBackend(Closable):
         # What may have this length under any tag.
         self._short_bytes = min(CONTROL_BYTES_MAX, self._config.message_bytes_max)
         self._after_close: list[Callable[[], None]] = []
-        self._pump = threading.Thread(
-            target=_pump,
-            args=(weakref.ref(self._completions), self._engine),
-            name="unisono-pump",
-            daemon=True,
-        )
-        self._pump.start()
+        self._pump = Pump(self._completions)
         # A backend that is collected without `close` must leave neither threads nor ranks that wait for it.
-        leave = functools.partial(_abandon, self._completions, self._pump)
-        _open[self._completions] = leave
-        self._finalizer = self._runtime.finalizer(self, leave)
+        self._finalizer = self._runtime.finalizer(self, self._pump.abandon)
 
     def card(self) -> Card:
         """What other ranks need to reach this one."""
@@ -407,9 +371,7 @@ class NativeBackend(Closable):
             return
         self._engine.close(self._config.flush_s)
         self._completions.close()
-        _open.pop(self._completions, None)
-        if threading.current_thread() is not self._pump and not self._engine.is_forked():
-            self._pump.join()
+        self._pump.join()
         for call in self._after_close:
             call()
 
@@ -501,46 +463,6 @@ def _refused(error: BaseException) -> BaseException:
             "this communicator belongs to the parent process", next_step="make a new one after fork"
         )
     return error
-
-
-def _abandon(completions: CompletionDispatcher, pump: threading.Thread) -> None:
-    """Leave without a goodbye."""
-    _open.pop(completions, None)
-    completions.engine.close(0.0)
-    completions.is_closed = True
-    completions.engine.interrupt_wait()
-    if threading.current_thread() is not pump and not completions.engine.is_forked():
-        pump.join(1.0)
-
-
-# Ranks of this process that were not closed, and how each is abandoned.
-_open: dict[CompletionDispatcher, Callable[[], None]] = {}
-
-
-@atexit.register
-def _leave_all() -> None:
-    """No thread may return from the engine while the interpreter shuts down."""
-    for leave in list(_open.values()):
-        leave()
-
-
-@is_idle_in
-def _pump(completions_ref: weakref.ref[CompletionDispatcher], engine: _native.Engine) -> None:
-    """Dispatch completions while no thread waits, conclude observed works, log refused connections."""
-    refusals, clock = Refusals(), RealRuntime()
-    while True:
-        events = engine.pump(1.0)
-        completions = completions_ref()
-        is_over = completions is None or (completions.is_closed and not events)
-        _native.conclude_announced(engine)
-        for line in refusals.lines(engine.take_refusals(), engine.refused(), clock.now(), is_last=is_over):
-            _log.warning("refused %s", line)
-        if completions is None or is_over:
-            return
-        completions.adopt_overdue()
-        if events:
-            completions.dispatch(events)
-        del completions, events
 
 
 DESCRIPTION = BackendInfo(

@@ -9,7 +9,8 @@ from typing import Any
 from unisono import _native
 from unisono.backends.native.completions import CompletionDispatcher
 from unisono.backends.native.signals import DEFERRED, DeferredSignals
-from unisono.core.clock import Event, RealRuntime, Waiting
+from unisono.core.clock import RealRuntime
+from unisono.core.runtime import Event, Waiting
 
 __all__ = ["NativeRuntime"]
 

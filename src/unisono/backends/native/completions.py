@@ -19,8 +19,9 @@ from unisono.backends.native.signals import DEFERRED
 from unisono.core.envelope import UNTYPED, Any_, Envelope
 from unisono.core.request import HeaderMismatch, LengthMismatch, Request
 from unisono.errors import ClosedError, UnisonoError
-from unisono.messaging.backend import GroupListener, PeerDown
+from unisono.messaging.backend import GroupListener
 from unisono.messaging.matching import Posted, refusal
+from unisono.messaging.peer_down import PeerDown
 
 __all__ = ["CompletionDispatcher", "Listening", "NativeRequest", "RunRequest"]
 

@@ -15,8 +15,8 @@ from unisono.backends.native.completions import CompletionDispatcher
 from unisono.backends.registry import BackendInfo
 from unisono.backends.thread_watch import ThreadUsers, ThreadWatch
 from unisono.config import Config
-from unisono.core.clock import Event, Waiting
 from unisono.core.envelope import Tags
+from unisono.core.runtime import Event, Waiting
 from unisono.messaging.backend import Capabilities
 
 __all__ = ["DESCRIPTION", "LocalRank"]
