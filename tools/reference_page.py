@@ -18,7 +18,7 @@ from typing import Any, Final
 import unisono as uni
 from unisono import config
 from unisono.comm.verb_docs import special
-from unisono.comm.verb_table import VERBS
+from unisono.comm.verb_table import COLLECTIVES, VERBS, Fact, verbs_with
 from unisono.comm.verbs import ReferenceVerbs
 from unisono.core.envelope import ANY
 from unisono.core.work import Work
@@ -27,7 +27,6 @@ __all__ = ["PAGE", "text"]
 
 PAGE: Final = Path(__file__).parents[1] / "docs" / "reference.md"
 
-_MESSAGES: Final = ("send", "recv", "recv_bytes", "sendrecv", "probe", "send_object", "recv_object")
 _OF_WORKS: Final = ("wait_all", "wait_any", "wait_some", "as_completed")
 _INTRODUCTION: Final = """\
 # Reference
@@ -43,14 +42,14 @@ to one.
 
 def text() -> str:
     """The page."""
-    collectives = [verb for verb in VERBS if verb not in _MESSAGES and verb != "split"]
+    of_objects = [verb for verb in COLLECTIVES if verb in verbs_with(Fact.OBJECTS)]
+    uneven = verbs_with(Fact.ANNOUNCED | Fact.CUT | Fact.FUSED) - verbs_with(Fact.OBJECTS | Fact.BY_RANK)
+    others = {*of_objects, *uneven, "split"}
     groups = {
-        "Messages": _MESSAGES,
-        "Collectives": [v for v in collectives if not v.endswith(("_v", "_many", "_object"))],
-        "Collectives of uneven lengths, and of many arrays": [
-            v for v in collectives if v.endswith(("_v", "_many"))
-        ],
-        "Collectives of objects": [v for v in collectives if v.endswith("_object")],
+        "Messages": [verb for verb in VERBS if verb not in COLLECTIVES],
+        "Collectives": [verb for verb in COLLECTIVES if verb not in others],
+        "Collectives of uneven lengths, and of many arrays": [v for v in COLLECTIVES if v in uneven],
+        "Collectives of objects": of_objects,
     }
     lines = [_INTRODUCTION, *_described(inspect.getdoc(ReferenceVerbs.__base__), skip_first=True)]
     for title, verbs in groups.items():

@@ -49,7 +49,7 @@ LAYERS = (
         inside=(
             ("world",),
             ("communicator", "mesh", "verbs"),
-            ("adoption", "verb_table", "open_worlds"),
+            ("adoption", "verb_type", "open_worlds"),
             ("collectives",),
             ("announced_verbs",),
             ("argument_checks",),
@@ -65,6 +65,7 @@ LAYERS = (
             ("deadlock_watch", "early_messages"),
             ("control_messages", "goodbyes", "split"),
             ("deadlock", "fingerprint", "object_payload"),
+            ("verb_table",),
         ),
         exceptions=(
             ("mesh", "communicator"),
@@ -98,7 +99,7 @@ LAYERS = (
         inside=(
             ("waits",),
             ("work",),
-            ("callbacks", "task"),
+            ("callbacks", "task", "event_loop"),
             ("call", "clock"),
             ("codec", "kernels", "request"),
             ("buffers", "ops", "runtime"),

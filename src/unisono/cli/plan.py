@@ -32,6 +32,7 @@ from unisono.plans import (
     bound,
     choose,
     cost,
+    counts_held,
     entry_of,
 )
 from unisono.plans.choose import fitting, predict_s
@@ -151,11 +152,8 @@ def _problem(collective: str, size: int, nbytes: int, itemsize: int, root: int, 
         )
     count = nbytes // itemsize
     block = -(-count // size)
-    counts = {
-        "barrier": (),
-        **dict.fromkeys(("all_reduce", "reduce", "broadcast", "scan", "exscan"), (count,)),
-        "all_to_all": (block,) * (size * size),
-    }.get(collective, (block,) * size)
+    held = counts_held(collective, size)
+    counts = (count if held == 1 else block,) * held
     hosts = tuple(rank * host_count // size for rank in range(size)) if host_count > 1 else ()
     return Problem(collective, size, counts, root, hosts)
 

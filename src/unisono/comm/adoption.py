@@ -18,13 +18,12 @@ from unisono.comm.announcement import row_bytes
 from unisono.comm.argument_checks import check_algorithm, check_reduction, no_mean
 from unisono.comm.deadlock import ANY_RANK, ANY_TAG
 from unisono.comm.dispatch import CollectiveCall, Decided, decide
-from unisono.comm.fingerprint import NOTHING, SHAPED, Operand, described, fused
+from unisono.comm.fingerprint import NOTHING, Operand, described, fused
 from unisono.comm.group import Group
 from unisono.comm.point_to_point import receivable, received
 from unisono.comm.split import ROW_OPERAND
 from unisono.comm.splitter import Splitter
 from unisono.comm.vector_collectives import (
-    ANNOUNCED,
     STRAIGHT,
     announced_operand,
     as_list,
@@ -36,30 +35,23 @@ from unisono.comm.vector_collectives import (
     rows_collective,
     rows_here,
 )
+from unisono.comm.verb_table import VERBS, Fact
 from unisono.core import buffers
 from unisono.core.call import Call, Message, Steps, await_request, await_requests
 from unisono.core.dtypes import DTYPES, DType
 from unisono.core.envelope import ANY
+from unisono.core.event_loop import warn_of_stopped_loop
 from unisono.core.kernels import narrow
 from unisono.core.ops import ReduceOp, as_op
 from unisono.core.request import Request
 from unisono.core.runtime import NEVER, Deadline, Runtime
 from unisono.core.work import Work, wait_or_cancel
 from unisono.errors import ClosedError, Location, UnisonoError, UsageError
-from unisono.plans import Problem
+from unisono.plans import Problem, counts_held
 
 __all__ = ["Adoption"]
 
 _DTYPES: Final = list(DTYPES.values())
-_ONE_COUNT: Final = ("all_reduce", "reduce", "broadcast", "scan", "exscan")
-# Verbs that are run as another collective, of which a user names an algorithm.
-_RUN_AS: Final = {
-    **{verb: verb.removesuffix("_v").removesuffix("_object") for verb in ANNOUNCED},
-    "all_reduce_object": "all_gather",  # and a fold on every rank
-    "split": "all_gather",
-    "reduce_scatter_v": "reduce_scatter",
-    "all_reduce_many": "all_reduce",
-}
 
 
 class Adoption:
@@ -112,7 +104,8 @@ class Adoption:
         group, dtype = self._group, _DTYPES[dtype_code]
         op = None if op_name is None else as_op(op_name)
         self._check(operation, dtype, op, algorithm, shape)
-        if operation in ANNOUNCED:
+        facts = VERBS[operation].facts
+        if Fact.ANNOUNCED in facts:
             return self._decide_announced(operation, dtype, root, algorithm, shape)
         if group.library_calls is not None and (algorithm != "auto" or _is_converted(op, dtype)):
             return None
@@ -124,7 +117,7 @@ class Adoption:
             counts, dtype = tuple(n // op.width for n in counts), dtype.item(op.width)
         elif op is not None and op.is_mean and dtype.is_half and size > 1:
             dtype = DTYPES["float32"]  # the sum of many would overflow; the engine converts
-        problem = Problem(_RUN_AS.get(operation, operation), size, counts, root, group.backend.hosts())
+        problem = Problem(VERBS[operation].collective, size, counts, root, group.backend.hosts())
         return decide(
             group,
             operation,
@@ -134,21 +127,23 @@ class Adoption:
             algorithm,
             given,
             identity,
-            is_shape_compared=operation in SHAPED,
+            is_shape_compared=Fact.SHAPED in facts,
         )
 
     def _check(
         self, operation: str, dtype: DType, op: ReduceOp | None, algorithm: str, shape: tuple[int, ...]
     ) -> None:
         """Refuse what the verb refuses of the reference path."""
-        collective, backend = _RUN_AS.get(operation, operation), self._group.backend
+        verb, backend = VERBS[operation], self._group.backend
+        collective = verb.collective
         if op is None:
-            check_algorithm(collective, algorithm, is_uneven=operation == "all_to_all_v")
+            check_algorithm(collective, algorithm, is_uneven=Fact.ANNOUNCED in verb.facts)
             return
-        if op.is_mean and operation in ("scan", "exscan"):
+        if op.is_mean and Fact.PREFIX in verb.facts:
             raise no_mean(operation)
-        if operation != "all_reduce_many":
-            parts = [math.prod(shape) // backend.size] * backend.size if operation == "reduce_scatter" else []
+        if Fact.FUSED not in verb.facts:
+            is_by_rank = Fact.BY_RANK in verb.facts
+            parts = [math.prod(shape) // backend.size] * backend.size if is_by_rank else []
             op.check_shape(shape, parts)
         check_reduction(collective, op, dtype, algorithm, backend.config.reproducible)
 
@@ -181,7 +176,7 @@ class Adoption:
     ) -> Decided:
         """Decide how the engine moves what did not fit into the rows of the first stage."""
         group, dtype = self._group, _DTYPES[dtype_code]
-        collective = _RUN_AS[operation]
+        collective = VERBS[operation].collective
         problem = Problem(collective, group.backend.size, counts, root, group.backend.hosts())
         is_gathered = collective == "gather"
         return decide(
@@ -219,6 +214,7 @@ class Adoption:
 
     def carry_on(self, *call: Any) -> Any:
         """Wait for a blocking call; raises what the verb raises."""
+        warn_of_stopped_loop(call[0])
         with self._group.backend.runtime.defer_signals():
             return wait_or_cancel(self._resume(*call, timers=False))
 
@@ -284,7 +280,7 @@ class Adoption:
             deadline,
             collective if sequence is not None else messages,
             timers=timers,
-            is_send=operation in ("send", "send_object"),
+            is_send=VERBS[operation].facts & (Fact.SENDS | Fact.RECEIVES) == Fact.SENDS,
         )
 
     def _carry_messages(
@@ -398,31 +394,23 @@ def _counts_of(
     operation: str, size: int, shape: tuple[int, ...], lengths: tuple[int, ...]
 ) -> tuple[int, ...]:
     """The counts of the plan: see plans.Problem."""
-    count = math.prod(shape)
-    if _RUN_AS.get(operation, operation) in _ONE_COUNT:
-        return (count,)
-    match operation:
-        case "barrier":
-            return ()
-        case "reduce_scatter_v":
-            return lengths
-        case "reduce_scatter":
-            return (count // size,) * size
-        case "all_to_all":
-            return (count // size,) * (size * size)
-        case _:
-            return (count,) * size
+    verb, count = VERBS[operation], math.prod(shape)
+    if Fact.CUT in verb.facts:
+        return lengths
+    each = count // size if Fact.BY_RANK in verb.facts else count
+    return (each,) * counts_held(verb.collective, size)
 
 
 def _operand_of(
     operation: str, dtype: DType, counts: tuple[int, ...], shape: tuple[int, ...], lengths: tuple[int, ...]
 ) -> Operand:
     """What ranks compare of a call."""
-    if operation == "all_reduce_many":
+    facts = VERBS[operation].facts
+    if Fact.FUSED in facts:
         return fused([(dtype, length) for length in lengths])
     # A barrier gives nothing, and the row of a split is not what the user gave.
     known = {"barrier": NOTHING, "split": ROW_OPERAND}.get(operation)
-    return known or described(dtype, counts, shape if operation in SHAPED else None)
+    return known or described(dtype, counts, shape if Fact.SHAPED in facts else None)
 
 
 def _is_converted(op: ReduceOp | None, dtype: DType) -> bool:

@@ -44,8 +44,8 @@ _making = threading.RLock()
 class Communicator(BlockingVerbs):
     """A set of ranks that exchange messages and call collectives: the world, or a part of it.
 
-    Use it as a context manager. The end of the block closes it. If the block ends by an exception, operations
-    of the other ranks end with PeerAborted, instead of waiting for this rank.
+    Use it as a context manager, by `with` or `async with`. The end of the block closes it. If the block ends
+    by an exception, operations of the other ranks end with PeerAborted, instead of waiting for this rank.
     """
 
     # Of a communicator that was not used: what its group is made from, and whether it was closed.
@@ -313,6 +313,20 @@ class Communicator(BlockingVerbs):
         if error is not None:
             self._explain(error)
         self.close()
+
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.backend.runtime.is_virtual:
+            self.__exit__(kind, error, trace)
+            return
+        import asyncio  # a third of the package's import time, and only needed here
+
+        # `close` may wait for sends: not on the thread of the event loop.
+        await asyncio.to_thread(self.__exit__, kind, error, trace)
 
     def _explain(self, error: BaseException) -> None:
         """Send the other ranks the error that ends this one."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
+from unisono.comm.verb_table import COLLECTIVES, Fact, verbs_with
 from unisono.core.dtypes import DTYPES, DType
 from unisono.core.envelope import UNTYPED
 from unisono.core.ops import OP_NAMES, ReduceOp
@@ -29,9 +30,6 @@ __all__ = [
     "FINGERPRINT_BYTES",
     "FORGOTTEN",
     "NOTHING",
-    "ROOTED",
-    "SHAPED",
-    "VERBS",
     "Fingerprint",
     "Operand",
     "described",
@@ -44,44 +42,12 @@ __all__ = [
     "words_of",
 ]
 
-# Every collective verb. Number 0 is no verb: see FORGOTTEN.
-VERBS: Final = (
-    "all_reduce",
-    "all_reduce_many",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "all_to_all",
-    "scan",
-    "exscan",
-    "barrier",
-    "all_gather_v",
-    "gather_v",
-    "scatter_v",
-    "reduce_scatter_v",
-    "all_to_all_v",
-    "broadcast_object",
-    "all_gather_object",
-    "gather_object",
-    "scatter_object",
-    "all_to_all_object",
-    "all_reduce_object",
-    "split",
-)
-ROOTED: Final = frozenset(
-    verb for verb in VERBS if verb.startswith(("broadcast", "gather", "scatter")) or verb == "reduce"
-)
-
-# Collectives whose ranks must agree on the shape, not only on the length.
-SHAPED: Final = frozenset({"all_gather", "gather", "all_to_all"})
-# Collectives of which reports show all lengths: the parts of an array, or several arrays.
-_CUT: Final = frozenset({"reduce_scatter_v", "all_reduce_many"})
+# Verbs of which reports show all lengths: the shape on which ranks must agree, or those of parts or arrays.
+_SHOWN_WHOLE: Final = verbs_with(Fact.SHAPED | Fact.CUT | Fact.FUSED)
+_ROOTED: Final = verbs_with(Fact.ROOTED)
 
 FINGERPRINT_BYTES: Final = 16
-# Stands for a call of this rank that is no longer in its call log.
+# Stands for a call of this rank that is no longer in its call log. No verb has number 0.
 FORGOTTEN: Final = bytes(FINGERPRINT_BYTES)
 _FORGOTTEN_WORDS: Final = "(another call, made long ago)"
 
@@ -91,7 +57,7 @@ COUNT_ANY: Final = (1 << 40) - 1
 _WIDTHS: Final = (8, 8, 8, 8, 20, 4, 40, 32)
 _COUNTS_SHOWN: Final = 16
 
-_VERB_NUMBERS: Final = {verb: number for number, verb in enumerate(VERBS, 1)}
+_VERB_NUMBERS: Final = {verb: number for number, verb in enumerate(COLLECTIVES, 1)}
 _OP_NUMBERS: Final = {name: number for number, name in enumerate(OP_NAMES)}
 _ALGORITHM_NUMBERS: Final = {name: number for number, name in enumerate(ALGORITHM_NAMES)}
 _DTYPE_NAMES: Final = tuple(DTYPES)
@@ -210,7 +176,7 @@ def fingerprint_of(
         UNTYPED if operand.dtype is None else operand.dtype.code,
         _NO_OP if op_name is None else _OP_NUMBERS[op_name],
         _ALGORITHM_NUMBERS[algorithm],
-        root if verb in ROOTED else 0,
+        root if verb in _ROOTED else 0,
         stage,
         count,
         hash_of(seed_of(rest), values),
@@ -251,14 +217,14 @@ def words_of(
     if data == FORGOTTEN:
         return _FORGOTTEN_WORDS
     fields = Fingerprint.unpack(data)
-    verb = _named(VERBS, fields.verb - 1)
+    verb = _named(COLLECTIVES, fields.verb - 1)
     if arrays is None and fields.dtype != UNTYPED:
         shown = "*" if fields.count == COUNT_ANY else str(fields.count)
         if lengths and verb == "reduce_scatter":  # equal parts, one per rank
             shown = _lengths_text((math.prod(lengths[1:]),) * lengths[0])
         elif lengths is not None and fields.count == COUNT_ANY:
             shown = ",".join(["*", *map(str, lengths[1:])])
-        elif lengths is not None and verb in SHAPED | _CUT:
+        elif lengths is not None and verb in _SHOWN_WHOLE:
             shown = _lengths_text(lengths)
         arrays = f"{_named(_DTYPE_NAMES, fields.dtype)}[{shown}]"
     if op is None and fields.op != _NO_OP:
@@ -267,7 +233,7 @@ def words_of(
         verb,
         arrays,
         op and f"op={op}",
-        f"root={fields.root}" if verb in ROOTED else None,
+        f"root={fields.root}" if verb in _ROOTED else None,
         f"stage={fields.stage}" if fields.stage else None,
         f"algorithm={_named(ALGORITHM_NAMES, fields.algorithm)}",
     ]

@@ -170,16 +170,6 @@ class Group(Operations):
 
     # -- services ------------------------------------------------------------------------------------------
 
-    @property
-    def next_sequence(self) -> int:
-        """The number of the collective that is called next."""
-        return self.call_log.next
-
-    def progress(self) -> dict[int, int]:
-        """The number of this rank's next collective by context, of this group and its ancestors."""
-        above = {} if self.parent is None else self.parent.progress()
-        return {**above, self.context: self.next_sequence}
-
     def attach(self, service: Service, purpose: str) -> int:
         """Attach a service that lives until the group ends; returns the context for its messages.
 

@@ -82,6 +82,20 @@ class Operations(ABC):
     def poison(self, error: UnisonoError) -> None:
         """End every collective: the members are not in step any more."""
 
+    @abstractmethod
+    def abort(self, error: UnisonoError) -> None:
+        """End everything: a member gives up for good."""
+
+    @property
+    def next_sequence(self) -> int:
+        """The number of the collective that is called next."""
+        return self.call_log.next
+
+    def progress(self) -> dict[int, int]:
+        """The number of this rank's next collective by context, of this group and its ancestors."""
+        above = {} if self.parent is None else self.parent.progress()
+        return {**above, self.state.context: self.next_sequence}
+
     def start(
         self,
         operation: str,

@@ -20,6 +20,7 @@ from unisono.comm.dispatch import CollectiveCall
 from unisono.comm.fingerprint import NOTHING, Operand, fused
 from unisono.comm.group import Group
 from unisono.comm.object_payload import unpacked
+from unisono.comm.verb_table import Fact, verbs_with
 from unisono.core import buffers
 from unisono.core.buffers import Array, Family
 from unisono.core.call import Steps
@@ -30,7 +31,6 @@ from unisono.errors import CollectiveMismatch, UsageError
 from unisono.plans.steps import Buf
 
 __all__ = [
-    "ANNOUNCED",
     "STRAIGHT",
     "all_reduce_fused",
     "announced_operand",
@@ -46,20 +46,17 @@ __all__ = [
 ]
 
 _BYTE: Final = DTYPES["uint8"]
-# Verbs in which every rank sends a row to every other, every rank to root, and root to every other.
-_EXCHANGED: Final = frozenset(
-    {"all_gather_v", "all_to_all_v", "all_gather_object", "all_to_all_object", "all_reduce_object"}
-)
-_GATHERED: Final = frozenset({"gather_v", "gather_object"})
-ANNOUNCED: Final = _EXCHANGED | _GATHERED | {"scatter", "scatter_v", "scatter_object", "broadcast_object"}
+_EXCHANGED: Final = verbs_with(Fact.EXCHANGED)
+_GATHERED: Final = verbs_with(Fact.GATHERED)
+_PER_RANK: Final = verbs_with(Fact.PER_RANK)
+_OBJECTS: Final = verbs_with(Fact.OBJECTS)
 # By which the second stage of a `gather_v` moves what was not in the rows: every rank sends to root.
 STRAIGHT: Final = "flat"
-_OF_PARTS: Final = frozenset({"scatter_v", "scatter_object", "all_to_all_v", "all_to_all_object"})
 
 
 def lengths_of(verb: str, size: int) -> int:
     """How many lengths a row of the verb holds."""
-    return size if verb in _OF_PARTS else 1
+    return size if verb in _PER_RANK else 1
 
 
 def rows_collective(verb: str) -> str:
@@ -142,7 +139,7 @@ def finish(
     """Run the second stage, if there is one, and make the result of a verb from the rows of the first."""
     size = group.backend.size
     lengths = lengths_of(verb, size)
-    bytes_max = group.backend.config.recv_bytes_max if verb.endswith("object") else ARRAY_BYTES_MAX
+    bytes_max = group.backend.config.recv_bytes_max if verb in _OBJECTS else ARRAY_BYTES_MAX
     said = [
         Announcement.decoded(row, lengths, bytes_max) for row in rows.reshape(-1, row_bytes(size, lengths))
     ]

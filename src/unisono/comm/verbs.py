@@ -1,7 +1,7 @@
 """The verbs of a communicator as a user sees them: those that wait, and under `start` those that do not.
 
 The reference verbs (collectives.py, point_to_point.py) are Python, and each returns a Work. From them the
-engine makes the type whose methods a user calls (verb_table.py): it makes a call itself where it can, and
+engine makes the type whose methods a user calls (verb_type.py): it makes a call itself where it can, and
 leaves the others to the reference verbs.
 """
 
@@ -18,8 +18,9 @@ from unisono.comm.dispatch import CollectiveCall
 from unisono.comm.group import Group
 from unisono.comm.split import check_request
 from unisono.comm.splitter import Splitter
-from unisono.comm.verb_table import make_verbs_type
+from unisono.comm.verb_type import make_verbs_type
 from unisono.core.call import Call, Steps
+from unisono.core.event_loop import warn_of_stopped_loop
 from unisono.core.work import Work, wait_or_cancel
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ class _WaitingVerbs:
         runtime = self._group.backend.runtime
 
         def call(*args: Any, **named: Any) -> Any:
+            warn_of_stopped_loop(name)
             with runtime.defer_signals():
                 return wait_or_cancel(verb(*args, **named))
 

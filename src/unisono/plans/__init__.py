@@ -9,7 +9,7 @@ Everything here but the executor is pure: it imports no backend and no communica
 """
 
 from unisono.plans.bind import bind, bound
-from unisono.plans.catalog import CATALOG, Entry, Order, algorithms, build, check, entry_of
+from unisono.plans.catalog import CATALOG, Entry, Order, algorithms, build, check, counts_held, entry_of
 from unisono.plans.choose import choose
 from unisono.plans.cost import LINKS, Cost, Links, cost
 from unisono.plans.steps import (
@@ -57,6 +57,7 @@ __all__ = [
     "check",
     "choose",
     "cost",
+    "counts_held",
     "entry_of",
     "verify",
 ]

@@ -37,6 +37,7 @@ __all__ = [
     "algorithms",
     "build",
     "check",
+    "counts_held",
     "entry_of",
     "is_even",
     "reduces",
@@ -175,7 +176,6 @@ CATALOG: Final[Mapping[str, Mapping[str, Entry]]] = MappingProxyType(
 # Every name by its number in fingerprints. With "auto" a library may take an algorithm of its own.
 ALGORITHM_NAMES: Final = ("auto", *dict.fromkeys(name for entries in CATALOG.values() for name in entries))
 
-# The length of `Problem.counts`, by size.
 _COUNTS_HELD: Final[Mapping[str, Callable[[int], int]]] = {
     **dict.fromkeys(CATALOG, lambda size: size),
     **dict.fromkeys(("all_reduce", "reduce", "broadcast", "scan", "exscan"), lambda size: 1),
@@ -184,6 +184,11 @@ _COUNTS_HELD: Final[Mapping[str, Callable[[int], int]]] = {
 }
 
 _SYNCHRONIZING: Final = frozenset(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"))
+
+
+def counts_held(collective: str, size: int) -> int:
+    """The length of `Problem.counts` for so many ranks."""
+    return _COUNTS_HELD[collective](size)
 
 
 def algorithms(collective: str) -> tuple[str, ...]:
@@ -230,7 +235,7 @@ def build(problem: Problem, rank: int, algorithm: str) -> Plan:
 @lru_cache(maxsize=1024)
 def _built(collective: str, algorithm: str, size: int, rank: int, root: int, hosts: tuple[int, ...]) -> Plan:
     entry = entry_of(collective, algorithm)
-    counts = Counts(_COUNTS_HELD[collective](size), are_equal=not entry.takes_uneven)
+    counts = Counts(counts_held(collective, size), are_equal=not entry.takes_uneven)
     return entry.builder(Shape(collective, size, counts, root, hosts), rank)
 
 
@@ -246,7 +251,7 @@ def check(problem: Problem) -> None:
         raise UsageError(
             f"{problem.collective} needs at least one rank, not {size}", next_step="give a size of 1 or more"
         )
-    held = _COUNTS_HELD[problem.collective](size)
+    held = counts_held(problem.collective, size)
     if len(counts) != held:
         raise UsageError(
             f"{problem.collective} on {size} ranks needs {held} counts, not {len(counts)}",

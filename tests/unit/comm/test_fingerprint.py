@@ -19,9 +19,6 @@ from unisono.comm.fingerprint import (
     FINGERPRINT_BYTES,
     FORGOTTEN,
     NOTHING,
-    ROOTED,
-    SHAPED,
-    VERBS,
     Fingerprint,
     Operand,
     described,
@@ -32,6 +29,7 @@ from unisono.comm.fingerprint import (
     words_of,
 )
 from unisono.comm.point_to_point import Messages
+from unisono.comm.verb_table import COLLECTIVES, Fact, verbs_with
 from unisono.comm.verbs import ReferenceVerbs
 from unisono.core.dtypes import DTYPES
 from unisono.core.ops import OP_NAMES, as_op
@@ -90,18 +88,20 @@ def test_the_hash_tells_shapes_apart() -> None:
 
 
 def test_tables_fit_their_fields_and_name_everything_once() -> None:
-    for table, largest in ((VERBS, 254), (OP_NAMES, 254), (ALGORITHM_NAMES, 255), (tuple(DTYPES), 254)):
+    for table, largest in ((COLLECTIVES, 254), (OP_NAMES, 254), (ALGORITHM_NAMES, 255), (tuple(DTYPES), 254)):
         assert len(set(table)) == len(table) <= largest
     assert {name for entries in CATALOG.values() for name in entries} | {"auto"} == set(ALGORITHM_NAMES)
-    assert set(VERBS) >= ROOTED >= {"reduce", "broadcast", "gather_v", "scatter_object"}
+    assert (
+        set(COLLECTIVES) >= verbs_with(Fact.ROOTED) >= {"reduce", "broadcast", "gather_v", "scatter_object"}
+    )
 
 
 def test_every_collective_verb_has_a_number() -> None:
     """What a communicator starts as a collective is in the table: a new verb is refused here, not at work."""
     public = {name for name in dir(ReferenceVerbs) if not name.startswith("_")}
-    assert public - set(dir(Messages)) == set(VERBS)
+    assert public - set(dir(Messages)) == set(COLLECTIVES)
     with uni.local(1)[0] as comm:
-        assert [verb for verb in VERBS if not callable(getattr(comm, verb))] == []
+        assert [verb for verb in COLLECTIVES if not callable(getattr(comm, verb))] == []
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_the_shape_of_an_array_says_what_the_caller_knows(
     verb: str, shape: tuple[int, ...], counts: tuple[int, ...]
 ) -> None:
     """The words of a call of the engine are those of the same call that Python makes."""
-    given = described(F4, counts, shape if verb in SHAPED else None)
+    given = described(F4, counts, shape if verb in verbs_with(Fact.SHAPED) else None)
     data = record(verb, given)
     assert words_of(data, lengths=shape) == words_of(data, given.text)
 
@@ -291,12 +291,12 @@ def test_arrays_that_travel_together_are_compared_by_type_and_length_in_the_orde
 
 def test_a_rank_that_is_a_stage_further_may_have_made_the_same_call():
     """A stall query of a root in its second stage came to ranks that waited for the first: no mismatch."""
-    first = Fingerprint(VERBS.index("scatter"), 0, 0, 0, 2, 0, 7, 5)
+    first = Fingerprint(COLLECTIVES.index("scatter"), 0, 0, 0, 2, 0, 7, 5)
     second = replace(first, stage=1, count=1824, hash=9, algorithm=3)
     assert may_be_one_call(first.pack(), first.pack())
     assert may_be_one_call(first.pack(), second.pack())
     assert may_be_one_call(second.pack(), first.pack())
     assert not may_be_one_call(first.pack(), replace(first, count=8).pack())
     assert not may_be_one_call(first.pack(), replace(second, root=1).pack())
-    assert not may_be_one_call(first.pack(), replace(second, verb=VERBS.index("barrier")).pack())
+    assert not may_be_one_call(first.pack(), replace(second, verb=COLLECTIVES.index("barrier")).pack())
     assert not may_be_one_call(first.pack(), b"short")

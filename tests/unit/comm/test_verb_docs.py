@@ -7,9 +7,8 @@ import inspect
 import pytest
 
 from unisono.comm.communicator import Communicator
-from unisono.comm.fingerprint import VERBS as COLLECTIVES
 from unisono.comm.verb_docs import sections_of, special
-from unisono.comm.verb_table import VERBS
+from unisono.comm.verb_table import COLLECTIVES, VERBS
 
 
 @pytest.mark.parametrize("name", VERBS)
