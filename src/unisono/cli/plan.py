@@ -41,9 +41,7 @@ from unisono.plans.units import bytes_text, seconds_text
 
 __all__ = ["command"]
 
-# Longer plans do not fit a screen: then rounds are shown instead of steps, the first and last of them.
-_STEP_LINES_MAX: Final = 60
-_LINE_LENGTH_MAX: Final = 260
+# Longer tables do not fit a screen: then the first and last rounds are shown.
 _ROUND_LINES_MAX: Final = 24
 # Plans of larger worlds take seconds to build and show nothing new.
 _RANKS_MAX: Final = 256
@@ -88,6 +86,7 @@ def _parsed_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int
     help="The link between ranks of one host.",
 )
 @click.option("--ordered", is_flag=True, help="Only algorithms with reproducible bits.")
+@click.option("--steps", "is_whole", is_flag=True, help="Show all steps of all ranks.")
 @click.option("--rank", type=int, help="Show all steps of this rank.")
 @click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Draw the plan to this file.")
 @click.option("--list", "is_list", is_flag=True, help="List the algorithms of the collective, or of all.")
@@ -101,6 +100,7 @@ def command(
     host_count: int,
     kind: str,
     ordered: bool,
+    is_whole: bool,
     rank: int | None,
     svg: Path | None,
     is_list: bool,
@@ -138,7 +138,7 @@ def command(
         _write(svg, as_svg(plans, itemsize, f"{what}; {_predicted(plans[0], links, itemsize)} predicted"))
     others = _others_text(problem, algorithm, links, itemsize, ordered)
     _print_summary(console, what, reason, plans, links, itemsize, others)
-    _print_steps(console, plans, itemsize, rank)
+    _print_steps(console, plans, itemsize, rank, is_whole=is_whole)
     if svg is not None:
         console.print(f"wrote {svg}", markup=False)
 
@@ -210,19 +210,21 @@ def _others_text(problem: Problem, chosen: str, links: Links, itemsize: int, ord
     return ", ".join(f"{name} {seconds_text(time_s)}" for time_s, name in times)
 
 
-def _print_steps(console: Console, plans: Sequence[BoundPlan], itemsize: int, rank: int | None) -> None:
+def _print_steps(
+    console: Console, plans: Sequence[BoundPlan], itemsize: int, rank: int | None, *, is_whole: bool
+) -> None:
     console.print()
     if rank is not None:
         console.print(f"rank {rank}: round, step", style="bold")
         console.print(rank_text(plans[rank]) or "nothing to do", markup=False)
         return
-    text = as_text(plans, itemsize)
-    lines = text.split("\n")
-    if len(lines) <= _STEP_LINES_MAX and max(map(len, lines)) <= _LINE_LENGTH_MAX:
-        console.print(text or "nothing to do", markup=False)
-        return
-    console.print(_rounds_table(plans, itemsize))
-    console.print("[dim]--rank R shows all steps of a rank, --svg FILE draws them[/dim]")
+    if is_whole:
+        console.print(as_text(plans, itemsize) or "nothing to do", markup=False)
+    elif any(each.rounds for each in plans):
+        console.print(_rounds_table(plans, itemsize))
+        console.print("[dim]--steps shows all steps, --rank R those of a rank, --svg FILE draws them[/dim]")
+    else:
+        console.print("nothing to do")
 
 
 def _rounds_table(plans: Sequence[BoundPlan], itemsize: int) -> Table:

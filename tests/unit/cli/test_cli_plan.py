@@ -32,8 +32,15 @@ def test_the_choice_its_reason_and_the_costs_are_shown() -> None:
     assert "halving_doubling: 120 us predicted for up to 1 MiB on 8 ranks; next ring, 127 us or more" in text
     assert "14 MiB in 48 messages; the busiest rank sends 1.75 MiB in 6" in text
     assert "rounds 6" in text
+    assert "5 8 0 4 MiB to 1, from 1" in text
+    assert "send out" not in text
+
+
+def test_the_steps_of_all_ranks_are_shown_if_asked_for() -> None:
+    text = unisono("plan", "all_reduce", "-n", "8", "--bytes", "1Mi", "--steps").output
     assert "round 5: 8 messages, 4 MiB" in text
-    assert "send out[0:131072] to 1" in text
+    assert "  7  send out[131072:262144] to 6; recv out[0:131072] from 6" in text
+    assert text.count("send out[0:131072] to 1") == 1
 
 
 @pytest.mark.parametrize("collective", CATALOG)
@@ -52,7 +59,7 @@ def test_a_long_plan_is_summed_up() -> None:
     assert len(result.output.splitlines()) < 40
     assert "63-125" in result.output
     assert "to 1, from 63" in result.output
-    assert "--rank R shows all steps" in result.output
+    assert "--steps shows all steps, --rank R those of a rank" in result.output
 
 
 def test_one_rank_is_shown_whole() -> None:
