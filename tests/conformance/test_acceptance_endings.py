@@ -200,7 +200,7 @@ def test_a_closed_communicator_refuses_everything_and_may_be_closed_again() -> N
     assert "closed" in repr(comm)
 
 
-def test_a_forgotten_rank_is_lost_to_the_others() -> None:
+def test_a_rank_that_is_dropped_is_lost_to_the_others() -> None:
     world = uni.local(2)
     work = world[0].start.recv(np.zeros(1), 1)
     del world[1:]
@@ -466,7 +466,7 @@ MISMATCHES: dict[str, tuple[Callable[[uni.Communicator], Any], Callable[[uni.Com
 @pytest.mark.on_every_link
 @pytest.mark.parametrize("odd", [pytest.param(0, marks=pytest.mark.more), 2])
 @pytest.mark.parametrize("what", MISMATCHES)
-def test_ranks_that_call_different_things_all_hear_of_both_calls(what: str, odd: int) -> None:
+def test_all_ranks_are_shown_both_calls_of_a_mismatch(what: str, odd: int) -> None:
     usual, other = MISMATCHES[what]
 
     def program(comm: uni.Communicator) -> None:

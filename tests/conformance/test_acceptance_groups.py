@@ -373,7 +373,7 @@ def test_closing_the_world_closes_everything_within() -> None:
 
 
 @pytest.mark.on_every_link
-def test_a_group_that_is_forgotten_is_left() -> None:
+def test_a_group_that_is_dropped_is_left() -> None:
     def program(comm: uni.Communicator) -> Any:
         group = comm.split(0, -comm.rank)  # world rank 0 is rank 2 there
         assert group is not None
@@ -415,7 +415,7 @@ def test_what_is_under_way_on_a_group_and_its_agent_keep_it() -> None:
 
 
 @pytest.mark.on_every_link
-def test_a_group_of_one_needs_nobody() -> None:
+def test_a_group_of_one_exchanges_no_message() -> None:
     def program(comm: uni.Communicator) -> Any:
         alone = comm.sub([comm.rank])
         notes = everything_works(alone, "alone")

@@ -193,7 +193,7 @@ def test_lists_that_do_not_fit_the_ranks_are_refused_before_anything_is_sent() -
 @pytest.mark.on_every_link
 @pytest.mark.parametrize("other", [np.ones(3, np.float32), np.ones((3, 2)), np.ones((3, 1))])
 @pytest.mark.parametrize("verb", ["all_gather_v", "gather_v"])
-def test_ranks_that_give_different_kinds_of_arrays_all_hear_of_it(verb: str, other: Array) -> None:
+def test_different_kinds_of_arrays_are_an_error_on_all_ranks(verb: str, other: Array) -> None:
     def program(comm: uni.Communicator) -> Any:
         getattr(comm, verb)(other if comm.rank == 2 else np.ones(3))
         comm.barrier()  # rank 1 has sent its part to the root of a gather_v, and hears of it here
@@ -387,7 +387,7 @@ class Unregistered:
 
 @pytest.mark.on_every_link
 @pytest.mark.parametrize("value", [object(), Unregistered(1), print, [1, {"a": lambda: 0}]])
-def test_what_has_no_place_in_the_codec_is_refused_before_anything_is_sent(value: Any) -> None:
+def test_what_the_codec_cannot_encode_is_refused_before_anything_is_sent(value: Any) -> None:
     def program(comm: uni.Communicator) -> int:
         for verb in ("all_gather_object", "gather_object"):
             with pytest.raises(uni.UsageError):

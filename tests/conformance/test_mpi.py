@@ -135,7 +135,7 @@ def test_unisono_run_blames_the_mpi_rank_that_failed(tmp_path: Path) -> None:
     assert ended.stderr.endswith("ValueError: the root of it\n")
 
 
-def test_what_mpiexec_decides_is_not_for_others_to_say() -> None:
+def test_what_mpiexec_decides_is_refused_as_an_argument() -> None:
     with pytest.raises(UsageError, match="takes rank and size from mpiexec"):
         uni.init(backend="mpi", rank=0, size=2)
     with pytest.raises(UsageError, match="unisono run --backend mpi"):

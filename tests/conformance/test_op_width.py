@@ -300,7 +300,7 @@ def test_what_would_separate_an_item_is_refused_before_anything_is_sent(call: An
 
 
 @pytest.mark.parametrize("kind", ["native", "local"])
-def test_ranks_that_differ_in_the_width_are_told(world: MakeWorld, kind: str) -> None:
+def test_different_widths_are_a_mismatch(world: MakeWorld, kind: str) -> None:
     def program(comm: Any) -> str:
         op = uni.op(product, width=1 + comm.rank, name="mine")
         with pytest.raises(CollectiveMismatch) as caught:

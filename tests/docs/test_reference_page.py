@@ -26,7 +26,7 @@ def test_the_page_is_what_the_script_makes(page: ModuleType) -> None:
     assert page.PAGE.read_text() == page.text(), "python tools/reference_page.py renews it"
 
 
-def test_what_is_no_verb_stands_on_the_page(page: ModuleType) -> None:
+def test_the_page_has_what_a_communicator_offers_beside_verbs(page: ModuleType) -> None:
     known = set(re.findall(r"^### ([\w.]+)$|^\| `(\w+)` \|", page.text(), re.MULTILINE))
     names = {name for pair in known for name in pair if name}
     methods = {name for name in vars(uni.Communicator) if not name.startswith("_")} - {"world"}

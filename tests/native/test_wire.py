@@ -80,7 +80,7 @@ def id_of_rts(member: Member) -> int:
     return int(struct.unpack("<QQ", exactly(member.lanes[BULK], 16))[0])
 
 
-def test_an_empty_offer_is_received_only_when_its_sender_lets_it_go(make: Make) -> None:
+def test_an_empty_rendezvous_ends_only_with_its_fin(make: Make) -> None:
     (backend,) = make(0)
     with Member(backend.card(), SECRET, 1, 0, 2) as member:
         receive = backend.start_recv(1, CONTEXT, 7, None)
@@ -94,7 +94,7 @@ def test_an_empty_offer_is_received_only_when_its_sender_lets_it_go(make: Make) 
         assert ended(backend, receive).data == b"yes"
 
 
-def test_an_empty_offer_that_its_sender_lets_go_is_received(make: Make) -> None:
+def test_an_empty_rendezvous_whose_fin_comes_is_received(make: Make) -> None:
     (backend,) = make(0)
     with Member(backend.card(), SECRET, 1, 0, 2) as member:
         receive = backend.start_recv(1, CONTEXT, 7, None)
@@ -105,7 +105,7 @@ def test_an_empty_offer_that_its_sender_lets_go_is_received(make: Make) -> None:
         assert next_frame(member, CONTROL)[:3] == (FIN, MATCHED, RENDEZVOUS_ID)
 
 
-def test_an_empty_synchronous_send_leaves_when_it_is_asked_for(make: Make) -> None:
+def test_an_empty_synchronous_send_is_sent_after_its_cts(make: Make) -> None:
     (backend,) = make(0)
     with Member(backend.card(), SECRET, 1, 0, 2) as member:
         send = backend.start_send(1, CONTEXT, 7, memoryview(b""), sync=True)

@@ -324,7 +324,7 @@ def test_a_long_message_under_way_is_no_deadlock():
     assert all(isinstance(turns, int) for turns in results), results
 
 
-def test_it_can_be_turned_off():
+def test_deadlock_detection_can_be_turned_off():
     def program(comm: Communicator) -> None:
         comm.recv(np.empty(3), 1 - comm.rank, timeout=1.5)
 

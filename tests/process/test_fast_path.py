@@ -580,7 +580,7 @@ def _interrupted(comm: Communicator) -> list[Any]:
     return [ended, took < 2 * 0.2 + 0.2, hot.adopted - before]
 
 
-def test_ctrl_c_ends_a_waiting_call_and_the_others_hear_of_it() -> None:
+def test_ctrl_c_ends_a_waiting_call_and_the_others_learn_of_it() -> None:
     here, there = uni.spawn(_interrupted, 2)
     assert here == ["interrupted", True, 1]
     assert "cancelled all_reduce" in there[0]

@@ -244,7 +244,7 @@ def test_messages_between_others_stay_in_the_engine_when_a_member_has_left(world
         assert error.ranks == (3,)
 
 
-def test_who_leaves_ends_only_what_waits_for_it(world: MakeWorld) -> None:
+def test_a_rank_that_leaves_ends_only_what_waits_for_it(world: MakeWorld) -> None:
     comms = world(3, **NO_STALL)
     first, second, third = (np.empty(1) for _ in range(3))
     of_one, of_two = comms[0].start.recv(first, 1, 1), comms[0].start.recv(second, 2, 2)
@@ -271,7 +271,7 @@ def test_who_leaves_ends_only_what_waits_for_it(world: MakeWorld) -> None:
     assert first[0] == 6.0
 
 
-def test_a_thread_that_waits_hears_of_the_one_that_leaves(world: MakeWorld) -> None:
+def test_a_waiting_thread_learns_of_a_rank_that_leaves(world: MakeWorld) -> None:
     comms = world(3, **NO_STALL)
     ended: dict[str, Any] = {}
 

@@ -285,7 +285,7 @@ def test_a_cut_that_heals_is_survived(hosts: Hosts, sides: tuple[int, ...], kind
         assert calls == same
 
 
-def test_a_rank_hears_why_it_was_hung_up_on(rank_zero: Callable[..., NativeBackend]) -> None:
+def test_a_rank_learns_why_a_peer_declared_it_dead(rank_zero: Callable[..., NativeBackend]) -> None:
     backend = rank_zero()
     backend.connect([backend.card(), backend.card()._replace(port=1, pid=0)])
     with Member(backend.card(), SECRET, 1, 0, 2) as member:

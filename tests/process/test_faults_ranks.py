@@ -104,7 +104,7 @@ def test_a_rank_that_is_stopped_for_a_second_is_not_dead(kind: str) -> None:
 
 
 @each_with_heartbeats
-def test_a_rank_that_stays_stopped_is_lost_and_hears_of_it_when_it_comes_back(kind: str) -> None:
+def test_a_rank_that_stays_stopped_is_lost_and_learns_of_it_when_it_continues(kind: str) -> None:
     with forked(in_world(until_lost), 3, kind=kind) as ranks:
         all_ready(ranks)
         stopped_at = time.monotonic()
@@ -262,7 +262,7 @@ def test_a_reset_connection_ends_the_link_at_once(
 
 
 @each_backend
-def test_an_exception_on_one_rank_is_heard_by_the_others(kind: str) -> None:
+def test_an_exception_on_one_rank_reaches_the_others(kind: str) -> None:
     class Mishap(Exception):
         pass
 
@@ -407,7 +407,7 @@ MAIN_ENDS = {
         for how, (_, _, backend, _) in MAIN_ENDS.items()
     ],
 )
-def test_the_others_hear_of_a_main_thread_that_ends_while_another_thread_waits(
+def test_the_others_learn_of_a_main_thread_that_ends_while_another_thread_waits(
     how: str, tmp_path: Path
 ) -> None:
     """Python joins threads before it ends: one that waits for rank 0 must neither hang nor keep the news."""

@@ -87,7 +87,7 @@ def groups_of(comm: uni.Communicator) -> list[Group]:
 
 
 @pytest.mark.parametrize("backend", ["local", "native"])
-def test_groups_that_are_forgotten_are_freed(backend: str, request: pytest.FixtureRequest) -> None:
+def test_groups_that_are_dropped_are_freed(backend: str, request: pytest.FixtureRequest) -> None:
     count = GROUPS_LONG if request.config.getoption("--long") else GROUPS
     if backend == "local":
         ended = run_local(forgotten_groups, 2, count)

@@ -211,7 +211,7 @@ def test_a_control_message_that_cannot_be_received_is_tried_again_after_a_pause(
 
 @pytest.mark.parametrize("way", ["closed", "forgotten", "split"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_closed_and_forgotten_groups_take_no_credit_with_them(
+def test_closed_and_dropped_groups_take_no_credit_with_them(
     make: Callable[..., list[Communicator]], kind: str, way: str
 ) -> None:
     """More than the credit in all, which nobody receives: eleven groups, six messages of 4 KiB each."""

@@ -43,7 +43,7 @@ def message(k: int, nbytes: int = 9) -> memoryview:
     return memoryview(k.to_bytes(4, "little") + bytes([k % 251]) * (nbytes - 4))
 
 
-def test_messages_that_came_before_and_after_are_heard_in_order(pair: list[NativeBackend]) -> None:
+def test_messages_from_before_and_after_the_call_are_delivered_in_order(pair: list[NativeBackend]) -> None:
     heard: list[tuple[int, bytes]] = []
     for k in range(100):
         pair[1].post(0, CONTEXT, Tags.CONTROL, message(k), Lane.CONTROL)
@@ -55,7 +55,7 @@ def test_messages_that_came_before_and_after_are_heard_in_order(pair: list[Nativ
     assert heard == [(1, bytes(message(k, 9 if k < 100 or k % 50 else 40_000))) for k in range(300)]
 
 
-def test_who_raises_hears_the_next_message(pair: list[NativeBackend]) -> None:
+def test_a_listener_that_raises_gets_the_next_message(pair: list[NativeBackend]) -> None:
     heard: list[int] = []
 
     def on_message(source: int, data: bytes) -> None:
@@ -72,7 +72,7 @@ def test_who_raises_hears_the_next_message(pair: list[NativeBackend]) -> None:
     wait_until(lambda: heard == [1, 2, 3])
 
 
-def test_who_listens_hears_of_the_end_once(pair: list[NativeBackend]) -> None:
+def test_a_listener_is_notified_of_the_end_once(pair: list[NativeBackend]) -> None:
     ends: list[UnisonoError] = []
     pair[0].listen(CONTEXT, Tags.CONTROL, lambda *one: None, ends.append)
     pair[0].close()
@@ -81,7 +81,7 @@ def test_who_listens_hears_of_the_end_once(pair: list[NativeBackend]) -> None:
     assert [type(error) for error in ends] == [ClosedError]
 
 
-def test_a_peers_end_is_told_after_all_that_it_sent() -> None:
+def test_a_peers_end_is_reported_after_all_that_it_sent() -> None:
     def live(backend: NativeBackend, pipe: Any) -> Any:
         if backend.rank == 1:
             for k in range(200):

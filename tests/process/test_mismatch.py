@@ -439,7 +439,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("pair", "size"), cases())
-def test_every_rank_hears_of_a_mismatch_within_a_second(pair, size):
+def test_every_rank_gets_a_mismatch_within_a_second(pair, size):
     check_collision(calls_by_rank(pair, size))
 
 
@@ -889,7 +889,7 @@ SIMULATED = [pair for pairs in NEAR.values() for pair in pairs]
 
 
 @pytest.mark.parametrize("pair", SIMULATED, ids=[" and ".join(pair) for pair in SIMULATED])
-def test_simulated_ranks_hear_of_a_mismatch_within_a_virtual_second(pair):
+def test_simulated_ranks_get_a_mismatch_within_a_virtual_second(pair):
     calls = calls_by_rank(pair, 3)
 
     def program(comm):
@@ -902,7 +902,7 @@ def test_simulated_ranks_hear_of_a_mismatch_within_a_virtual_second(pair):
     assert result.time_s < 1.0
 
 
-def test_simulated_ranks_hear_of_a_mismatch_with_nothing_eager():
+def test_simulated_ranks_get_a_mismatch_with_nothing_eager():
     for pair in SIMULATED:
         calls = calls_by_rank(pair, 3)
 

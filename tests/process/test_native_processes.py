@@ -536,7 +536,7 @@ def test_garbage_at_the_listener_is_dropped(tmp_path: Path) -> None:
             rank.close()
 
 
-def test_a_rank_that_is_forgotten_leaves(tmp_path: Path) -> None:
+def test_a_rank_that_is_dropped_leaves(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     ranks = [NativeBackend(r, 2, str(tmp_path), b"secret") for r in range(2)]
     cards = [rank.card() for rank in ranks]

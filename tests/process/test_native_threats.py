@@ -188,7 +188,7 @@ def test_a_stranger_is_refused_and_named(make: Make, caplog: pytest.LogCaptureFi
     exchange(*backends)
 
 
-def test_no_word_without_tls_is_answered(make: Make) -> None:
+def test_no_message_without_tls_is_answered(make: Make) -> None:
     issuer = Issuer(2)
     backends = make(2, tls=True)
     connect(backends, issuer)
@@ -280,7 +280,7 @@ class Between:
             sock.close()
 
 
-def test_somebody_in_between_with_a_certificate_of_his_own_hears_nothing(make: Make) -> None:
+def test_a_man_in_the_middle_with_a_certificate_of_its_own_gets_no_frame(make: Make) -> None:
     issuer, foreign = Issuer(2), Issuer(2)
     backends = make(2, tls=True)
     heard: list[bytes] = []

@@ -74,7 +74,7 @@ def test_links_quic_without_shared_memory_are_quic() -> None:
     assert ended == [("quic", {"quic"}, 3.0)] * 2
 
 
-def test_a_launcher_that_was_not_told_certifies_quic_ranks(tmp_path: Path) -> None:
+def test_ranks_that_choose_quic_themselves_get_certificates_from_the_launcher(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import unisono as uni\n"

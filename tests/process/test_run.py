@@ -339,7 +339,7 @@ def test_a_rank_that_only_reports_a_failure_is_not_blamed(program, tmp_path: Pat
     assert "rank 1 failed first" in err
 
 
-def test_an_exception_is_heard_by_the_others_without_a_with_block(program) -> None:  # type: ignore[no-untyped-def]
+def test_an_exception_reaches_the_others_without_a_with_block(program) -> None:  # type: ignore[no-untyped-def]
     path = program(
         "import unisono as uni\n"
         "world = uni.init()\n"
@@ -480,7 +480,7 @@ with _Launch(Job([sys.executable, "-c", "import signal; signal.pause()"], 1), 1,
 """
 
 
-def test_a_signal_is_heard_however_much_is_printed() -> None:
+def test_a_signal_is_handled_however_much_is_printed() -> None:
     done = subprocess.run([sys.executable, "-c", CROWDED], timeout=PATIENCE_S)
     assert done.returncode == 128 + signal.SIGTERM
 

@@ -295,7 +295,7 @@ def test_close_waits_for_what_a_late_rank_calls(world: MakeWorld, kind: str) -> 
         assert shows_both(error, "broadcast", "all_reduce"), error
 
 
-def test_a_mismatch_that_was_heard_is_not_raised_again_by_close(world: MakeWorld) -> None:
+def test_a_mismatch_that_was_raised_is_not_raised_again_by_close(world: MakeWorld) -> None:
     comms = world(2)
 
     def program(comm: Communicator) -> Any:
@@ -312,7 +312,7 @@ def test_a_mismatch_that_was_heard_is_not_raised_again_by_close(world: MakeWorld
 
 @every_kind
 @pytest.mark.parametrize("is_late", [False, True])
-def test_what_a_root_cast_before_it_left_is_received(world: MakeWorld, kind: str, is_late: bool) -> None:
+def test_what_a_root_broadcast_before_it_left_is_received(world: MakeWorld, kind: str, is_late: bool) -> None:
     """Whether it is still waiting to leave, or has left long ago because nobody came."""
     comms = world(3, kind, **({"flush_s": 0.05} if is_late else {}))
     ready, both = threading.Event(), threading.Barrier(2)
@@ -369,7 +369,7 @@ def _cast_to_the_dead(comm: Communicator, folder: str) -> None:
 
 
 @pytest.mark.parametrize("shm", ["1", "0"])
-def test_a_root_hears_that_a_receiver_is_dead(shm: str, tmp_path: Path) -> None:
+def test_a_root_learns_that_a_receiver_is_dead(shm: str, tmp_path: Path) -> None:
     with pytest.raises(uni.UnisonoError, match="rank 1"):
         uni.spawn(_cast_to_the_dead, 2, str(tmp_path), env={"UNISONO_SHM": shm})
     assert (tmp_path / "0").read_text() == "PeerLost (1,) True"

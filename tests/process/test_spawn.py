@@ -80,7 +80,7 @@ def test_arguments_and_results_may_be_longer_than_any_pipe() -> None:
     assert run("big")["value"] == [2_999_999, 3_000_001]
 
 
-def test_a_rank_knows_its_place_and_settings_but_not_the_ticket() -> None:
+def test_a_rank_knows_its_identity_and_settings_but_not_the_ticket() -> None:
     said = run("surroundings", "--flag")["value"]
     for rank, found in enumerate(said):
         assert found["main"] == "__mp_main__"

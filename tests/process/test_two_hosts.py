@@ -68,7 +68,7 @@ def test_an_eavesdropper_at_the_cable_learns_nothing(hosts: Hosts, tmp_path: Pat
     assert not [end.stderr for end in ends if "insecure" in end.stderr]
 
 
-def test_insecure_is_said_once_and_seen_at_the_cable(hosts: Hosts, tmp_path: Path) -> None:
+def test_insecure_is_warned_of_once_and_bytes_travel_in_plain(hosts: Hosts, tmp_path: Path) -> None:
     with hosts.heard(tmp_path / "cable"):
         ends = run(hosts, tmp_path, 1, "--address", "10.77.0.1", "--insecure")
     cable = (tmp_path / "cable").read_bytes()

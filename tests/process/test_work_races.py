@@ -65,7 +65,7 @@ def test_a_work_that_is_only_polled_expires(world: MakeWorld, how: str):
             work.wait()
 
 
-def test_a_polled_collective_hears_that_another_rank_failed(world: MakeWorld):
+def test_a_polled_collective_fails_when_another_rank_fails(world: MakeWorld):
     comms = world(2, stall_query_s=3600.0)
     work = comms[0].start.all_reduce(np.arange(1021.0))
     other = waiting(lambda: comms[1].abort("for the test"))
@@ -245,7 +245,7 @@ def test_a_handler_may_ask_for_the_work_that_python_is_adopting(
 # -- errors while the result is made ----------------------------------------------------------------------
 
 
-def test_a_result_that_cannot_be_made_is_an_error_for_everybody_who_asks(world: MakeWorld):
+def test_a_result_that_cannot_be_made_is_an_error_in_every_thread_that_waits(world: MakeWorld):
     import torch
 
     comms = world(2)

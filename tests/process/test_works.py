@@ -63,7 +63,7 @@ def summed(size: int, count: int = 1021) -> np.ndarray[Any, Any]:
 
 @every_kind
 @pytest.mark.parametrize("way", ["a collective", "a message", "a work"])
-def test_who_waits_tells_the_news_of_other_groups_and_waits_on_in_the_engine(
+def test_a_waiting_thread_dispatches_completions_of_other_groups_and_stays_in_the_engine(
     world: MakeWorld, kind: str, way: str
 ):
     comms = world(2, kind, **NO_STALL)
@@ -466,7 +466,7 @@ def test_awaited_works_are_concluded_in_the_engine(world: MakeWorld, kind: str):
     run_each(program, comms).values()
 
 
-def test_who_gives_up_an_await_leaves_the_work_going(world: MakeWorld):
+def test_cancelling_an_await_leaves_the_work_running(world: MakeWorld):
     comms = world(2)
     buffer = np.zeros(3)
     work = comms[1].start.recv(buffer, src=0)

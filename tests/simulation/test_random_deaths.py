@@ -43,7 +43,7 @@ def survive_and_leave(comm: uni.Communicator, seed: int, ends: dict[int, float])
 
 @pytest.mark.parametrize("live", [survive, survive_and_leave])
 @seeds(64)
-def test_every_survivor_hears_which_rank_died(seed: int, live: Any) -> None:
+def test_every_survivor_learns_which_rank_died(seed: int, live: Any) -> None:
     """And hears of no other rank, although others leave because of it; what completed was right."""
     rng = random.Random(f"victims {seed}")
     size = rng.randint(2, 8)

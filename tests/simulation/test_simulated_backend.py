@@ -207,7 +207,7 @@ def test_cancelled_timers_do_not_pile_up() -> None:
     assert result.time_s == 0.0
 
 
-def test_asking_without_waiting_lets_a_moment_pass() -> None:
+def test_a_poll_takes_virtual_time() -> None:
     def ask(me: Rank) -> Any:
         if me.rank == 0:
             me.send(1, b"x")

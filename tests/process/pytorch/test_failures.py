@@ -272,7 +272,7 @@ def test_splits_that_do_not_fit_are_named(tmp_path: Path):
     assert "an output of 4 elements; allowed: 2" in first
 
 
-def test_sums_that_are_finished_in_another_way_are_told_apart(tmp_path: Path):
+def test_sums_that_are_finished_in_different_ways_are_a_mismatch(tmp_path: Path):
     """The mean of integers, a scaled sum and a sum are one sum in the engine, and three results."""
 
     def program(rank: int) -> list[str]:

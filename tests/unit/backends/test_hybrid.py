@@ -89,7 +89,7 @@ class Limited(LocalBackend):
         return Capabilities("limited", True, True, False, False, False)
 
 
-def test_it_can_do_what_all_parts_can() -> None:
+def test_a_hybrid_has_the_capabilities_that_all_its_parts_have() -> None:
     whole, limited = LocalBackend.create(1)[0], Limited.create(1)[0]
     assert HybridBackend([whole, whole], by_parity(0)).capabilities == Capabilities("local+local")
     mixed = HybridBackend([whole, limited], by_parity(0)).capabilities

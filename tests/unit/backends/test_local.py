@@ -180,7 +180,7 @@ def test_a_crash_takes_back_what_was_not_received_and_leaves_what_was_sent() -> 
     close_all(ranks)
 
 
-def test_a_forgotten_backend_leaves() -> None:
+def test_a_backend_that_is_dropped_leaves() -> None:
     ranks = LocalBackend.create(2)
     pending = recv(ranks[0], 1)
     del ranks[1]

@@ -109,7 +109,7 @@ def test_a_rank_that_was_dropped_has_left_for_the_others() -> None:
 
 
 @pytest.mark.parametrize("was_linked", [True, False])
-def test_a_rank_hears_that_another_left_whether_they_were_linked_or_not(was_linked: bool) -> None:
+def test_a_rank_learns_that_another_left_with_and_without_a_link(was_linked: bool) -> None:
     ranks = LocalRank.create(3)
     if was_linked:
         pending = ranks[1].start_recv(ANY, 77, 0, None)

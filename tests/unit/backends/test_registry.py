@@ -140,7 +140,7 @@ def test_auto_is_the_native_backend() -> None:
     assert backend_named("auto") == backend_named("native")
 
 
-def test_whose_ranks_are_processes_can_be_run() -> None:
+def test_backends_whose_ranks_are_processes_say_so() -> None:
     by_name = {name: backend_named(name).has_processes for name in ("native", "gloo", "mpi", "iroh", "local")}
     assert by_name == {"native": True, "gloo": True, "mpi": True, "iroh": True, "local": False}
     assert nccl.DESCRIPTION.has_processes

@@ -104,7 +104,7 @@ class Proxy:
             near.sendall(outgoing.read())
 
 
-def test_somebody_in_between_with_his_own_certificate_learns_nothing(make_seed: MakeSeed) -> None:
+def test_a_man_in_the_middle_with_its_own_certificate_learns_nothing(make_seed: MakeSeed) -> None:
     seed, ranks = make_seed(2, tls=True)
     own = Authority("ee" * 16, datetime.datetime.now(datetime.UTC))
     with Proxy(seed.ticket.address, server_context(own.certificate_pem, own.key_pem())) as proxy:

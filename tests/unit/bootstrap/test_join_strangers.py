@@ -90,7 +90,7 @@ def test_a_wrong_token_is_refused_and_named(make_seed: MakeSeed, tls: bool) -> N
     assert len(ranks.all()) == 2
 
 
-def test_every_wrong_token_hears_the_same(make_seed: MakeSeed) -> None:
+def test_every_wrong_token_gets_the_same_answer(make_seed: MakeSeed) -> None:
     seed, _ = make_seed(2)
     heard = set()
     for proof in (bytes(32), b"\xff" * 32, seed.ticket.token):

@@ -166,7 +166,7 @@ def test_ranks_are_written_as_spans() -> None:
 # -- the gate ----------------------------------------------------------------------------------------------
 
 
-def test_a_stranger_goes_for_a_newcomer_first_one_from_the_same_address() -> None:
+def test_a_new_connection_displaces_an_unauthenticated_one_of_its_own_address_first() -> None:
     gate = AdmissionLimiter(pending_max=4, per_address_max=2, draw=lambda keys: keys[-1])
     assert gate.arrive(0, "10.0.0.1", 0.0) is None
     assert gate.arrive(1, "10.0.0.2", 0.0) is None
@@ -348,7 +348,7 @@ def test_launch_variables_are_no_settings(environ: dict[str, str]) -> None:
         Config()
 
 
-def test_a_child_does_not_inherit_who_we_are(environ: dict[str, str]) -> None:
+def test_a_child_does_not_inherit_its_parents_identity(environ: dict[str, str]) -> None:
     environ.update(
         OURS, **TORCHRUN, **OMPI, **SLURM, UNISONO_JOIN="secret", UNISONO_EAGER_BYTES="1", HOME="/"
     )

@@ -258,14 +258,14 @@ def test_a_certificate_request_that_is_none_is_refused(make_seed: MakeSeed) -> N
     assert len(ranks.all()) == 2
 
 
-def test_a_late_comer_hears_why(make_seed: MakeSeed, tls: bool) -> None:
+def test_a_rank_that_joins_late_is_told_why(make_seed: MakeSeed, tls: bool) -> None:
     _, ranks = make_seed(2, tls=tls)
     ranks.all()
     with pytest.raises(RendezvousError, match=r"world of 2 ranks is complete, and rank 1 \(host"):
         ranks.start(1).result(PATIENCE_S)
 
 
-def test_a_late_comer_is_not_older_for_a_slow_answer(
+def test_a_late_process_with_a_slow_seed_is_not_taken_for_an_older_one(
     tmp_path: Path, make_seed: MakeSeed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The world was complete before it came, so the next one may be its own: it tries until its deadline."""

@@ -149,7 +149,7 @@ def test_what_a_rank_sets_for_a_launcher_counts_as_the_users(
     assert environment({}, {"OMP_NUM_THREADS": "1"})["OMP_NUM_THREADS"] == "2"
 
 
-def test_who_a_rank_is_no_variable_and_no_option_says(program: str) -> None:
+def test_no_variable_and_no_option_changes_a_ranks_identity(program: str) -> None:
     lies = {"rank": "5", "size": "9", "local_rank": "3", "local_size": "4", "join": "/nowhere"}
     wanted = {"RANK": "0", "SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "join": None}
     read = read_by(run(program, **lies))

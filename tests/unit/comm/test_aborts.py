@@ -225,7 +225,7 @@ def test_whatever_happens_no_rank_hangs_and_only_ended_ranks_are_named(first: in
                 assert f"Mishap: of rank {error.rank}" in str(error), where
 
 
-def test_who_hears_that_a_rank_gave_up_tells_the_others_before_its_own_user(
+def test_an_abort_is_passed_on_before_it_is_raised(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its user may leave at once, and nothing follows a goodbye: the others would miss the wrong rank."""

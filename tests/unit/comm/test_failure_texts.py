@@ -96,7 +96,7 @@ def test_a_later_call_on_a_broken_communicator_shows_what_broke_it() -> None:
 # -- control itself fails ---------------------------------------------------------------------------------
 
 
-def test_a_rank_whose_control_fails_says_so_and_hears_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_whose_control_fails_reports_it_and_goes_on_receiving(monkeypatch: pytest.MonkeyPatch) -> None:
     worlds = uni.local(3)
     group = worlds[1]._group
     heard: list[int] = []

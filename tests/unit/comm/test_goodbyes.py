@@ -55,7 +55,7 @@ def test_goodbyes_are_sorted_by_rank_and_taken_once() -> None:
     assert unsent.take() == ({}, {})
 
 
-def test_who_has_said_goodbye_needs_none() -> None:
+def test_a_member_that_has_said_goodbye_is_sent_none() -> None:
     unsent: UnsentGoodbyes[int] = UnsentGoodbyes()
     unsent.add(10, (0, 1, 2), None)
     unsent.add(11, (0, 1), lambda: 3)
@@ -161,7 +161,7 @@ def test_goodbyes_with_calls_travel_together_too() -> None:
         (lambda group: group.reduce_scatter_v(np.ones(2), [2, *[0] * (group.size - 1)]), {0}),
     ],
 )
-def test_a_call_that_proves_nothing_is_told_with_the_goodbye(
+def test_a_goodbye_carries_calls_that_other_ranks_cannot_know(
     use: Callable[[Any], Any], told: set[int]
 ) -> None:
     def program(comm: uni.Communicator) -> Any:
@@ -174,7 +174,7 @@ def test_a_call_that_proves_nothing_is_told_with_the_goodbye(
     assert run_processes(program, 3) == [told] * 3
 
 
-def test_who_waits_in_another_call_than_one_that_ended_without_a_message_is_told() -> None:
+def test_a_call_that_differs_from_one_that_ended_without_a_message_is_a_mismatch() -> None:
     def program(comm: uni.Communicator) -> Any:
         group = comm.split(0)
         assert group is not None
@@ -327,7 +327,7 @@ def test_a_mesh_is_one_exchange_whatever_its_axes() -> None:
 
 
 @NATIVE
-def test_ranks_that_pass_different_shapes_are_told() -> None:
+def test_different_shapes_of_a_mesh_are_a_mismatch() -> None:
     def program(comm: uni.Communicator) -> Any:
         with pytest.raises(uni.CollectiveMismatch, match="mesh with another shape") as caught:
             comm.mesh((2, 2) if comm.rank == 2 else (4, 1))

@@ -48,7 +48,7 @@ from unisono.errors import (
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["who hears stays", "who hears leaves"])
 @seeds(64, 8)
-def test_every_survivor_hears_which_rank_died_wherever_it_died(first: int, leaves: bool) -> None:
+def test_every_survivor_learns_which_rank_died_wherever_it_died(first: int, leaves: bool) -> None:
     """And hears of nobody else, although others leave because of it; what completed was right."""
     for seed in range(first, first + 8):
         rng = random.Random(f"victims {seed}")
@@ -262,7 +262,7 @@ def test_children_leave_with_their_parent() -> None:
     close_all(worlds)
 
 
-def test_a_forgotten_communicator_is_lost_to_the_others() -> None:
+def test_a_communicator_that_is_dropped_is_lost_to_the_others() -> None:
     worlds = uni.local(3)
     works = [worlds[0].start.recv_bytes(2), worlds[1].start.all_reduce(1)]
     with heard_in_time():
@@ -306,7 +306,7 @@ def held_up(world: uni.Communicator, by: uni.Communicator) -> Iterator[Callable[
 
 
 @pytest.mark.parametrize("what", ["a message", "a collective"])
-def test_a_rank_that_gave_up_is_heard_before_it_is_missed(what: str) -> None:
+def test_an_abort_is_reported_before_the_loss_of_its_rank(what: str) -> None:
     """Rank 0 fails, says so and leaves while rank 1 is deaf for a moment: what it said comes first."""
     worlds = uni.local(3)
     work: uni.Work[Any] = worlds[1].start.recv_bytes(0) if what == "a message" else worlds[1].start.barrier()

@@ -126,7 +126,7 @@ def test_groups_may_be_closed_in_another_order_on_every_rank() -> None:
 
 
 @NATIVE
-def test_who_waits_for_a_rank_that_closed_the_group_hears_that_it_left() -> None:
+def test_waiting_for_a_rank_that_closed_the_group_fails_because_it_left() -> None:
     def program(comm: uni.Communicator) -> Any:
         group = comm.split(0)
         assert group is not None
@@ -286,7 +286,7 @@ def test_ranks_try_the_next_context_together_if_one_is_taken(
 
 
 @NATIVE
-def test_started_splits_overlap_nest_and_leave_out_who_has_no_color() -> None:
+def test_started_splits_overlap_nest_and_leave_out_ranks_without_a_color() -> None:
     def program(comm: uni.Communicator) -> Any:
         works = [comm.start.split(comm.rank % 2 if k else None, -comm.rank) for k in range(6)]
         nothing, *groups = [work.wait(timeout=60) for work in reversed(works)][::-1]

@@ -225,7 +225,7 @@ def test_the_thread_ends_when_the_last_timer_is_cancelled():
     wait_until(lambda: not timer_threads())
 
 
-def test_forgotten_timers_are_not_kept_until_they_would_be_due():
+def test_cancelled_timers_are_not_kept_until_they_would_be_due():
     runtime = RealRuntime()
     last = runtime.call_at(runtime.now() + 3600, lambda: None)
     for _ in range(1000):

@@ -81,7 +81,7 @@ def raise_no_thread(thread: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
 
-def test_one_that_is_detached_is_not_called() -> None:
+def test_a_detached_finalizer_is_not_called() -> None:
     runtime, called = RealRuntime(), threading.Event()
     numbers: list[int] = []
     nodes = [Node() for _ in range(3)]

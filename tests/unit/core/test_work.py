@@ -329,7 +329,7 @@ def test_an_interruption_during_a_step_waits_for_the_step():
     assert seen == ["step done", runner.ident]
 
 
-def test_an_interruption_and_a_doom_at_the_same_moment_are_one():
+def test_an_interruption_and_an_unreachable_peer_at_the_same_moment_are_one_error():
     """An interruption that comes while the unreachable error is looked for must win or lose, not add."""
     thrown: list[str] = []
     cleanup = Request(0)
@@ -346,7 +346,7 @@ def test_an_interruption_and_a_doom_at_the_same_moment_are_one():
     assert thrown == ["interrupted"]
 
 
-def test_a_doom_is_found_when_it_is_woken():
+def test_an_unreachable_peer_is_noticed_when_the_task_is_woken():
     thrown: list[str] = []
     doomed: list[UnisonoError] = []
     work = start(careful(Request(0), thrown), unreachable_error=lambda: doomed[0] if doomed else None)

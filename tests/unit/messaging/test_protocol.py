@@ -321,7 +321,7 @@ def test_a_request_ends_once_and_tells_everyone():
         request.fail(ValueError())
 
 
-def test_what_a_message_sets_off_may_use_the_inbox():
+def test_callbacks_of_a_message_may_use_the_inbox():
     """Callbacks run without the lock: a receive may post the next, a refusal may close."""
     rank, received = Rank(), []
 
@@ -436,7 +436,7 @@ def test_a_world_that_is_done_leaves_nothing_in_any_inbox():
 
 
 @pytest.mark.parametrize("kind", ["communicator", "backend"])
-def test_a_forgotten_rank_leaves_even_if_the_collector_strikes_under_a_lock(kind):
+def test_a_rank_that_is_dropped_leaves_even_if_it_is_collected_under_a_lock(kind):
     """The collector runs in whatever thread allocates, also in one that has just entered an inbox."""
 
     def forget() -> None:
@@ -460,7 +460,7 @@ def test_a_forgotten_rank_leaves_even_if_the_collector_strikes_under_a_lock(kind
     assert not thread.is_alive()
 
 
-def test_a_wait_for_a_rank_that_is_forgotten_ends_with_the_cause():
+def test_a_wait_for_a_rank_that_is_dropped_ends_with_the_cause():
     def program(comm):
         if comm.rank == 0:
             with pytest.raises(PeerLost, match="rank 1 is gone"):

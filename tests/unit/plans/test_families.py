@@ -145,7 +145,7 @@ def test_a_block_crosses_to_each_other_host_once(collective: str) -> None:
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), EVERY_ALGORITHM)
-def test_one_rank_talks_to_nobody(collective: str, algorithm: str) -> None:
+def test_a_plan_for_one_rank_sends_nothing(collective: str, algorithm: str) -> None:
     (plan,) = proven(Problem(collective, 1, counts_of(collective, 1, 9)), algorithm)
     assert all(isinstance(step, Copy | Reduce) for step in plan.steps)
 
@@ -162,7 +162,7 @@ def test_both_ends_of_a_message_stand_in_the_same_round(collective: str, algorit
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), EVERY_ALGORITHM)
-def test_no_scratch_is_asked_for_in_vain(collective: str, algorithm: str) -> None:
+def test_no_plan_asks_for_scratch_that_it_does_not_use(collective: str, algorithm: str) -> None:
     for size in (1, 2, 5, 8):
         hosts = hosts_for(algorithm, size, 3)
         problem = Problem(collective, size, counts_of(collective, size, 10), 0, hosts)

@@ -100,7 +100,7 @@ def test_amounts_are_what_their_counts_make_of_them(counts: list[int], parts: in
 
 
 @given(problems())
-def test_what_goes_in_comes_out(problem: Problem) -> None:
+def test_no_element_is_lost_between_in_and_out(problem: Problem) -> None:
     """Blocks that some rank gives are got by as many: nothing is lost between `in` and `out`."""
     plans = [
         bound(problem, rank, "flat" if problem.collective != "reduce_scatter" else "ring")

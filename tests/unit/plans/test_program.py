@@ -85,7 +85,7 @@ def test_a_long_block_waits_for_what_is_left_of_a_long_one_before_a_short_one() 
     check_ring()
 
 
-def test_it_would_not_if_a_write_hid_all_that_was_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_fails_if_a_write_hides_all_earlier_touches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_module._Touches, "_covers", lambda self, touch, other, cell: True)
     with pytest.raises(AssertionError):
         check_ring()

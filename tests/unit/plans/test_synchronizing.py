@@ -57,7 +57,7 @@ def counts_of(collective: str, size: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 8])
 @pytest.mark.parametrize(("collective", "entries"), CATALOG.items())
-def test_only_a_synchronizing_collective_hears_of_every_rank(
+def test_only_a_synchronizing_collective_shows_that_every_rank_called(
     collective: str, entries: Mapping[str, Entry], size: int
 ) -> None:
     everyone = set(range(size))

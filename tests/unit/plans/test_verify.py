@@ -292,7 +292,7 @@ def test_slots_that_are_apart_only_if_all_blocks_are_equal_are_caught() -> None:
         verify(gathered(lambda c: [Slice(Buf.TMP, at, at + c[i]) for i, at in enumerate(slots(1, c[0]), 1)]))
 
 
-def test_a_slot_that_was_filled_again_is_not_what_it_was() -> None:
+def test_a_slot_that_was_filled_again_does_not_hold_its_first_value() -> None:
     """Long, short, long: the third block has the first one's length, and the second is between them."""
 
     def at_0(counts: Counts) -> Rounds:

@@ -28,6 +28,6 @@ def test_imports_are_found_wherever_they_stand() -> None:
     assert wheels.imported_by(source) == {"numpy", "torch", "a", "c"}
 
 
-def test_an_interpreter_is_asked_without_importing() -> None:
+def test_a_module_is_looked_for_without_importing_it() -> None:
     assert wheels.is_importable(Path(sys.executable), "numpy")
     assert not wheels.is_importable(Path(sys.executable), "no_such_module_of_ours")
