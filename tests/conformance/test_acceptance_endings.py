@@ -1,4 +1,4 @@
-"""Bad days: a peer that dies, leaves, gives up, stays away or calls something else. Everybody hears of it."""
+"""A peer that dies, leaves, aborts, stays away or calls something else: every rank gets the error."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_peer_that_dies_while_the_others_wait_for_it_is_named_to_everyone(verb
         args = next(args for name, args, _ in cases(comm.rank, 4) if name == verb)
         works.append(getattr(comm.start, verb)(*args))
     waiting = [work for work in works if not work.done()]
-    # A root that only receives or only sends may be done already; who must hear from rank 3 is not.
+    # A root that only receives or only sends may be done already; a rank that needs rank 3 is not.
     assert waiting
     kill(world[3])
     for work in waiting:
@@ -287,7 +287,7 @@ def test_an_exception_that_leaves_the_block_ends_the_others_operations() -> None
 
 @pytest.mark.on_every_link
 def test_the_root_cause_is_passed_on_as_itself() -> None:
-    """Rank 0 fails; rank 1 hears of it and fails too; rank 2, which waits for rank 1, must hear of rank 0."""
+    """Rank 0 fails, then rank 1 because of it; the error of rank 2, which waits for rank 1, names rank 0."""
 
     def program(comm: uni.Communicator) -> Any:
         if comm.rank == 0:

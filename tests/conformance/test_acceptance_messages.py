@@ -484,7 +484,7 @@ def test_memory_that_cannot_be_received_into_is_refused() -> None:
 def test_a_receive_that_times_out_is_withdrawn_and_the_late_message_is_still_there() -> None:
     def program(comm: uni.Communicator) -> Any:
         if comm.rank == 0:
-            comm.recv(np.zeros(0), 1)  # the other has given up
+            comm.recv(np.zeros(0), 1)  # the other has aborted
             comm.send(np.array([1.25, 2.5]), 1, 8)
             return comm.send(np.array([3.75]), 1, 8)
         first = np.full(2, -1.0)
@@ -509,7 +509,7 @@ def test_a_send_that_times_out_is_withdrawn_and_nobody_receives_it() -> None:
             comm.send(np.zeros(0), 1, 3)
             comm.send(np.full(100_000, 2.0), 1, 2)
             return caught.value.waiting_on, caught.value.operation
-        comm.recv(np.zeros(0), 0, 3)  # the other has given up
+        comm.recv(np.zeros(0), 0, 3)  # the other has aborted
         buf = np.zeros(100_000)
         comm.recv(buf, 0, 2)
         return set(buf.tolist())

@@ -433,11 +433,11 @@ def test_a_cancelled_send_is_never_received() -> None:
 @pytest.mark.on_every_link
 @pytest.mark.parametrize("verb", ["all_reduce", "barrier", "all_gather_v", "split"])
 def test_a_cancelled_collective_ends_on_every_rank_and_its_communicator_is_unusable(verb: str) -> None:
-    """A rank that has all it needs may end the cancelled collective well, before the news reaches it.
+    """A rank that has all it needs may end the cancelled collective well, before the cancellation reaches it.
 
-    Collectives and news travel in lanes of their own, between processes and inside one. What rank 0 sent
-    before it cancelled is enough for the others' barrier, if rank 1 comes before the news. Then their next
-    call fails.
+    Collectives and control messages travel in lanes of their own, between processes and inside one. What
+    rank 0 sent before it cancelled is enough for the others' barrier, if rank 1 comes before the control
+    message. Then their next call fails.
     """
 
     def start(comm: uni.Communicator) -> uni.Work[Any]:
@@ -524,7 +524,7 @@ def test_a_dropped_finished_work_says_nothing(recwarn: pytest.WarningsRecorder) 
     assert [str(w.message) for w in recwarn] == []
 
 
-# -- who carries a work on --------------------------------------------------------------------------------
+# -- which thread carries a work on -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("verb", ["all_reduce", "all_gather_v", "broadcast_object"])

@@ -196,7 +196,7 @@ def test_lists_that_do_not_fit_the_ranks_are_refused_before_anything_is_sent() -
 def test_different_kinds_of_arrays_are_an_error_on_all_ranks(verb: str, other: Array) -> None:
     def program(comm: uni.Communicator) -> Any:
         getattr(comm, verb)(other if comm.rank == 2 else np.ones(3))
-        comm.barrier()  # rank 1 has sent its part to the root of a gather_v, and hears of it here
+        comm.barrier()  # rank 1 has sent its part to the root of a gather_v, and gets the error here
 
     ended = run_ranks(program, 3)
     assert [type(error) for error in ended] == [uni.CollectiveMismatch] * 3

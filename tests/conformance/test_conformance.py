@@ -72,7 +72,7 @@ def view_on_a_view(size: int) -> list[SubBackend]:
 
 
 def hybrid_by_peer(size: int) -> list[HybridBackend]:
-    """Ranks of one parity talk by one hub, others by another."""
+    """Ranks of one parity exchange messages by one hub, the others by another."""
     parts = list(zip(LocalBackend.create(size), LocalBackend.create(size), strict=True))
     return [HybridBackend(pair, lambda peer, r=r: (peer + r) % 2) for r, pair in enumerate(parts)]
 
@@ -531,7 +531,7 @@ class TellsNobody(Mutant):
         pass
 
 
-class ClosesTheDoorOnly(Mutant):
+class ClosesItsListenerOnly(Mutant):
     """Closing leaves this rank's own requests to themselves."""
 
     caught_by = ("close_ends_everything_here",)

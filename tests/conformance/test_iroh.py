@@ -183,7 +183,7 @@ def test_a_stalled_message_delays_no_barrier_and_takes_no_memory() -> None:
 
 
 def test_a_slow_receiver_holds_the_sender_back() -> None:
-    """Who is not asked for its bytes keeps them, and does not copy them either."""
+    """A sender that gets no CTS keeps its bytes, and does not copy them either."""
 
     def live(backend: IrohBackend, pipe: Connection) -> int:
         comm = Communicator.world(backend)
@@ -411,7 +411,7 @@ def test_a_peer_that_does_not_know_the_secret_is_not_connected_to(monkeypatch: p
 
 
 class Recorder:
-    """A relay for datagrams that keeps what passes from the first who speaks."""
+    """A relay for datagrams that keeps what the first sender sends."""
 
     def __init__(self, target: tuple[str, int]) -> None:
         self.front, self.back = (socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2))

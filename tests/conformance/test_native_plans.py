@@ -245,7 +245,7 @@ def test_a_mismatch_is_shown_to_every_rank(
 
 
 def call_and_meet(comm: Communicator, call: Callable[[Communicator], Any]) -> None:
-    """Who meets only those that call the same may end well, and hears of it in the barrier."""
+    """A rank that meets only ranks of the same call may end well; it gets the error in the barrier."""
     call(comm)
     comm.barrier()
 
@@ -477,7 +477,7 @@ def test_an_expired_collective_names_the_missing_ranks(world: MakeWorld, kind: s
             comm.all_reduce(np.ones(200_000), timeout=1.0)
         return caught.value.waiting_on
 
-    # They ask early who is missing, so that on a busy machine the answers come in time.
+    # Stall queries are sent early, so that on a busy machine the replies come in time.
     results = run_each(program, list(world(3, kind, stall_query_s=0.02)))
     assert results.values()[:2] == [(2,), (2,)]
 

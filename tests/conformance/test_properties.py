@@ -411,7 +411,7 @@ KEYS = st.integers(-2, 2) | st.sampled_from([-(2**63), 2**63 - 1])
 
 
 def members_of(pattern: list[tuple[Any, int]], rank: int) -> list[int] | None:
-    """Who shares a color with `rank`, in the order of (key, rank)."""
+    """The ranks with the color of `rank`, in the order of (key, rank)."""
     color = pattern[rank][0]
     if color is None:
         return None
@@ -605,7 +605,7 @@ def test_every_verb_of_a_reduction_and_every_algorithm_is_drawn():
 
 
 def test_a_rank_that_is_done_may_leave_although_its_goodbye_is_lost():
-    """With nothing eager, a farewell is still on its way when its sender goes: the others hear on."""
+    """With nothing eager, a goodbye is still in flight when its sender ends: the others go on receiving."""
 
     def program(comm):
         x = np.arange(3) + comm.rank

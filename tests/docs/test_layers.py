@@ -24,7 +24,7 @@ MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 LEVELS = {name: -level for level, layer in enumerate(LAYERS) for name in layer.members}
 EDGES = ("cli", "testing", "pytorch", "train", "bench")
 ROOMS = next(layer.members for layer in LAYERS if "rpc" in layer.members)
-FOREIGN = {"numpy", "msgspec"}  # what the ground stands on, beside the standard library
+FOREIGN = {"numpy", "msgspec"}  # what every layer may import, beside the standard library
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def test_nothing_turns_bytes_into_code():
     assert importers_of(CODE_FROM_BYTES) == []
 
 
-# Who may import what, beside the standard library and what the ground stands on.
+# Which modules may import what, beside the standard library and FOREIGN.
 MAY_IMPORT = {
     "cli": {"click", "rich"},
     "pytorch": {"torch"},
@@ -354,7 +354,7 @@ def loaded_by(statement: str) -> set[str]:
 
 
 def test_importing_unisono_brings_little():
-    """Who never simulates, draws or awaits does not pay for it; and torch is never loaded unasked."""
+    """A program that never simulates, draws or awaits does not pay for it; nor for torch."""
     bare, ours = loaded_by("import numpy, msgspec"), loaded_by("from unisono import init")
     unwanted = {
         "torch",

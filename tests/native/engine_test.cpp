@@ -577,7 +577,7 @@ void test_parts(unsigned seed) {
     CooperativeCopy::Front front;
     do {
       const bool is_sender = random() % 2 == 0 && !has_failed && copy.claim_back(nbytes, most, part, guard) != 0;
-      if (is_sender) check(guard == 77 && copy.is_being_written(), "it is known who writes");
+      if (is_sender) check(guard == 77 && copy.is_being_written(), "the writer is known");
       has_failed = has_failed || (is_sender && fails && random() % 2 == 0);
       if (is_sender && !has_failed) note(part);
       if (is_sender) copy.report(part, !has_failed);
@@ -916,7 +916,7 @@ void test_own_pieces(const char* folder) {
   check(sends[0].is_done && sends[1].is_done && receive.is_done, "all end");
 }
 
-// Who computes or waits for a core is slow; who is stopped is not.
+// A rank that computes or waits for a core is slow; one that is stopped is not.
 void test_starved() {
   const pid_t busy = fork();
   if (busy == 0)

@@ -50,7 +50,7 @@ def test_the_corpus_holds_what_peers_say_today() -> None:
 
 
 class RawPeer:
-    """A rank that knows the secret and the handshake, and then says whatever it was told to say."""
+    """A rank that knows the secret and the handshake, and then sends given bytes."""
 
     def __init__(self, rank: int, size: int, card: Card) -> None:
         self._rank, self._size, self._card = rank, size, card

@@ -86,7 +86,7 @@ def test_an_empty_rendezvous_ends_only_with_its_fin(make: Make) -> None:
         receive = backend.start_recv(1, CONTEXT, 7, None)
         member.send(offer(0))
         assert next_frame(member, CONTROL)[:3:2] == (CTS, RENDEZVOUS_ID)
-        # It changes its mind: who took the offer waits for another message.
+        # The sender withdraws: the receive that accepted the RTS waits for another message.
         member.send(frame(WITHDRAW, context=RENDEZVOUS_ID))
         assert next_frame(member, CONTROL)[:3] == (FIN, WITHDRAWN, RENDEZVOUS_ID)
         assert not receive.done

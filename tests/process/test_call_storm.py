@@ -277,7 +277,7 @@ def storm_on_threads(comm: Communicator, seed: int, rounds: int = ROUNDS) -> Non
 
     def one(row: Communicator) -> None:
         storm(row, seed + rows.index(row), rounds)
-        row.barrier()  # who waits in vain should not hear that the others have left
+        row.barrier()  # so that no rank still waits for one that has left
         row.close()
 
     run_each(one, rows).values()

@@ -1,4 +1,4 @@
-"""Deadlocks between processes: told where nobody can end the waits, and only there."""
+"""Deadlocks between processes: an error where no rank can end the waits, and only there."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_cycle_of_waits_is_a_deadlock_and_so_is_a_wait_for_it():
     [
         RankState(1, (recv(2, 0),), helpers=("thread worker",)),
         RankState(1, (recv(2, 0, is_limited=True),)),
-        RankState(1, (recv(2, 2),)),  # who waits for a rank that works
+        RankState(1, (recv(2, 2),)),  # waits for a rank that works
         RankState(1, (recv(2, 0), recv(3, 2))),  # one of its threads does
         RankState(1, (recv(2, 0),), sends=((7, 0, 0),)),  # the message is on its way
         RankState(1, (recv(2, 0, 2, is_any=True),)),
@@ -305,7 +305,7 @@ def test_a_cycle_that_is_not_certain_is_logged_once(what):
 
 
 def test_a_long_message_under_way_is_no_deadlock():
-    """Both sides wait for each other all the time, and are looked at again and again."""
+    """Both sides wait for each other all the time, and are checked again and again."""
     config = Config(deadlock_after_s=0.01, eager_bytes=64)
 
     def program(comm: Communicator) -> int:

@@ -208,7 +208,7 @@ def test_algorithms_named_in_one_line_are_distinguished(world: MakeWorld) -> Non
             comm.barrier(algorithm="flat")
         return notes
 
-    # Several times: a busy machine may stall some calls for so long that Python looks after them.
+    # Several times: a busy machine may stall some calls until Python adopts them.
     for _ in range(10):
         assert found(comms, program) == []
         if all(ended_hot(comm) >= 2 * 3 * len(names) for comm in comms):

@@ -23,7 +23,7 @@ from unisono.errors import DeadlineExceeded, PeerLost
 __all__ = ["world"]
 
 STALL_S = 0.02
-# A collective is looked at soon, a message when it is logged.
+# Python sees a collective soon, a message when it is logged.
 STALLS = {"stall_query_s": STALL_S, "deadlock_after_s": 0}
 
 
@@ -194,7 +194,7 @@ def test_as_completed_that_is_given_up_observes_nothing_more(world: MakeWorld) -
 
 
 def leave(comms: list[Communicator], who: int) -> None:
-    """One closes, and all others have heard of it."""
+    """One rank closes, and all others have its goodbye."""
     comms[who].close()
     for comm in comms:
         if comm is not comms[who] and not comm._group.is_closed:
@@ -259,7 +259,7 @@ def test_a_rank_that_leaves_ends_only_what_waits_for_it(world: MakeWorld) -> Non
     assert (of_one.wait().source, of_any.wait().source) == (1, 1)
     assert (first[0], third[0]) == (4.0, 5.0)
     assert counts(comms[0])[1] == 1
-    # When nobody is left who could send, a wait for any of them ends too.
+    # When no rank is left that could send, a receive from any source ends, too.
     of_any, of_one = comms[0].start.recv(third, uni.ANY, 3), comms[0].start.recv(first, 1, 1)
     leave(comms, 1)
     for work in (of_any, of_one):

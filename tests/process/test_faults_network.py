@@ -1,4 +1,4 @@
-"""Who lives is not lost: much data, few cores, a network that is cut for a while, ports that nobody reaches.
+"""A living rank is not lost: much data, few cores, a network that is cut for a while, unreachable ports.
 
 docs/failure.md has the table.
 """
@@ -101,7 +101,7 @@ def test_the_error_of_a_long_send_says_how_long_it_took() -> None:
 
     with forked(in_world(program), 2, kind="tcp") as ranks:
         all_ready(ranks)
-        ranks.signal(1, signal.SIGSTOP)  # in the middle: it is silent, and then given up
+        ranks.signal(1, signal.SIGSTOP)  # in the middle: it is silent, and then declared dead
         said, took = ranks.result(0)
         assert took > 2
         assert abs(said - took) < 1.5
@@ -110,8 +110,8 @@ def test_the_error_of_a_long_send_says_how_long_it_took() -> None:
 # -- few cores --------------------------------------------------------------------------------------------
 
 
-class News(list[PeerDown]):
-    """What a rank hears of others."""
+class Ends(list[PeerDown]):
+    """The ends of other ranks, as a rank gets them."""
 
     def __init__(self, backend: NativeBackend) -> None:
         super().__init__()
@@ -155,34 +155,34 @@ def busy() -> Iterator[int]:
         os.waitpid(pid, 0)
 
 
-def is_quiet(backend: NativeBackend, news: News, seconds: float) -> bool:
-    """Whether nothing is heard for so long, by the engine's own clock."""
+def is_quiet(backend: NativeBackend, ends: Ends, seconds: float) -> bool:
+    """Whether no end is reported for this time, by the engine's own clock."""
     until = time.monotonic() + seconds
-    while time.monotonic() < until and not news:
+    while time.monotonic() < until and not ends:
         time.sleep(0.02)
-    return not news
+    return not ends
 
 
 def test_a_starved_rank_behind_a_socket_is_not_dead(
     rank_zero: Callable[..., NativeBackend], busy: int
 ) -> None:
     backend = rank_zero()
-    card, news = backend.card(), News(backend)
+    card, ends = backend.card(), Ends(backend)
     backend.connect([card, card._replace(port=1, pid=busy)])
     with Member(card, SECRET, 1, 0, 2):
-        assert is_quiet(backend, news, 1.5), "five times as long as silence may last"
+        assert is_quiet(backend, ends, 1.5), "five times as long as silence may last"
         os.kill(busy, signal.SIGSTOP)
-        assert re.fullmatch(r"silent for \d\.\d s", news.wait().cause)
+        assert re.fullmatch(r"silent for \d\.\d s", ends.wait().cause)
 
 
 def test_a_starved_rank_has_time_for_a_handshake(rank_zero: Callable[..., NativeBackend], busy: int) -> None:
     backend = rank_zero()
-    news = News(backend)
+    ends = Ends(backend)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         backend.connect([backend.card(), backend.card()._replace(port=port, pid=busy)])
         request = backend.start_send(1, CONTEXT, 0, memoryview(b"x"))
-        assert is_quiet(backend, news, 1.5)
+        assert is_quiet(backend, ends, 1.5)
         os.kill(busy, signal.SIGKILL)
         os.waitpid(busy, 0)
         error = ended(backend, request).error
@@ -216,7 +216,7 @@ def test_ranks_that_answer_nothing_do_not_hold_up_calls_to_others(
 ) -> None:
     size = CALLS_MAX + 2
     backend = rank_zero(size, silence_s=1.0)
-    news = News(backend)
+    ends = Ends(backend)
     with (
         socket.create_server(("127.0.0.1", 0), backlog=64) as stopped,  # the system takes its calls
         socket.create_server(("127.0.0.1", 0)) as lives,
@@ -228,7 +228,7 @@ def test_ranks_that_answer_nothing_do_not_hold_up_calls_to_others(
         for rank in range(1, size):
             backend.start_send(rank, CONTEXT, 0, memoryview(b"x"))
         with lives.accept()[0]:
-            assert news == [], "the others have not been given up"
+            assert ends == [], "the others were not declared dead"
 
 
 @pytest.mark.more
@@ -302,7 +302,7 @@ def test_a_rank_learns_why_a_peer_declared_it_dead(rank_zero: Callable[..., Nati
 @pytest.mark.parametrize("is_left_open", [False, True])
 def test_a_rank_declared_dead_says_so(rank_zero: Callable[..., NativeBackend], is_left_open: bool) -> None:
     backend = rank_zero(silence_s=20.0)
-    news = News(backend)
+    ends = Ends(backend)
     backend.connect([backend.card(), backend.card()._replace(port=1)])
     with Member(backend.card(), SECRET, 1, 0, 2) as member:
         why = b"silent for 2.6 s"
@@ -312,7 +312,7 @@ def test_a_rank_declared_dead_says_so(rank_zero: Callable[..., NativeBackend], i
         else:
             for sock in member.lanes.values():
                 sock.close()
-        assert news.wait() == PeerDown(1, "gave rank 0 up: silent for 2.6 s")
+        assert ends.wait() == PeerDown(1, "gave rank 0 up: silent for 2.6 s")
 
 
 # -- datagrams --------------------------------------------------------------------------------------------
@@ -331,14 +331,14 @@ def test_a_rank_that_answers_datagrams_has_time_until_its_connection_goes_on(
     rank_zero: Callable[..., NativeBackend],
 ) -> None:
     backend = rank_zero()
-    news = News(backend)
+    ends = Ends(backend)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ear:
         ear.bind(("127.0.0.1", 0))
         ear.settimeout(PATIENCE_S)
         silent_since = time.monotonic()
         backend.connect([backend.card(), backend.card()._replace(port=ear.getsockname()[1], pid=0)])
         with Member(backend.card(), SECRET, 1, 0, 2):
-            while not news:
+            while not ends:
                 with contextlib.suppress(TimeoutError):
                     said = ear.recv(100)
                     _, kind, sender, to, number = DATAGRAM.unpack(said[: DATAGRAM.size])
@@ -346,7 +346,7 @@ def test_a_rank_that_answers_datagrams_has_time_until_its_connection_goes_on(
                     assert (kind, sender, to) == (PING, 0, 1)
                     ear.sendto(proven(ALIVE, 1, 0, number), (backend.card().address, backend.card().port))
                     ear.settimeout(0.5)
-            assert "its connection brought nothing for 0." in news[0].cause
+            assert "its connection brought nothing for 0." in ends[0].cause
             assert time.monotonic() - silent_since > 0.5
 
 
@@ -379,7 +379,7 @@ def test_only_proven_datagrams_are_answered(rank_zero: Callable[..., NativeBacke
 def test_a_rank_that_did_not_get_the_query_cannot_answer_it(rank_zero: Callable[..., NativeBackend]) -> None:
     """Any member could prove a datagram in another one's name: it has to know the number of a question."""
     backend = rank_zero(silence_s=1.0)
-    news = News(backend)
+    ends = Ends(backend)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ear:
         ear.bind(("127.0.0.1", 0))
         ear.settimeout(PATIENCE_S)
@@ -393,7 +393,7 @@ def test_a_rank_that_did_not_get_the_query_cannot_answer_it(rank_zero: Callable[
                 for guess in guesses - set(numbers):
                     ear.sendto(proven(DATAGRAM_GIVEN_UP, 1, 0, guess), (card.address, card.port))
             assert len({number >> 32 for number in numbers}) == 3, "from the system's random source"
-            assert news.wait().cause.startswith("silent for ")
+            assert ends.wait().cause.startswith("silent for ")
 
 
 # -- ports that nobody reaches ----------------------------------------------------------------------------

@@ -41,7 +41,7 @@ CTRL_C_WITHIN_S = 0.4
 SYS_PIDFD_OPEN, SYS_PIDFD_GETFD = 434, 438
 CLONE_NEWNET = 0x40000000
 
-# Gloo has no heartbeats: who only stands still is not lost there.
+# Gloo has no heartbeats: a stopped rank is not lost there.
 _MORE_LINKS = {kind: pytest.param(kind, marks=pytest.mark.more) for kind in ("tls", "quic", "gloo", "iroh")}
 each_link = pytest.mark.parametrize("kind", ["shm", "tcp"])
 each_backend = pytest.mark.parametrize("kind", ["shm", "tcp", *_MORE_LINKS.values()])
@@ -114,7 +114,7 @@ def test_a_rank_that_stays_stopped_is_lost_and_learns_of_it_when_it_continues(ki
             assert (name, lost) == ("PeerLost", (2,))
             assert at - stopped_at - stolen_s < SILENT_WITHIN_S
         ranks.signal(2, signal.SIGCONT)
-        # The others' verdict, which names itself, or that they have left: whatever it hears first.
+        # The others' verdict, which names itself, or that they have left: whichever comes first.
         assert ranks.result(2)[0] == "PeerLost"
 
 
@@ -187,7 +187,7 @@ def test_a_slow_rank_is_not_dead_and_a_deadline_names_it(kind: str) -> None:
             return comm.all_reduce(1)
         error = None
         try:
-            late.all_reduce(np.ones(50_000), timeout=1.5)  # who is missing is asked after 0.25 s
+            late.all_reduce(np.ones(50_000), timeout=1.5)  # the missing rank is queried after 0.25 s
         except DeadlineExceeded as caught:
             error = caught.waiting_on
         return error, comm.all_reduce(1)
@@ -234,7 +234,7 @@ def disconnect(found: list[socket.socket]) -> None:
 
 
 def destroy(found: list[socket.socket]) -> None:
-    """As an administrator does it: the owner hears ECONNABORTED, the other side RST."""
+    """As an administrator does it: the owner gets ECONNABORTED, the other side RST."""
     ports = " or ".join(f"sport = :{sock.getsockname()[1]}" for sock in found)
     if not run_tool("ss", "--kill", "--tcp", "--no-header", ports):
         skip_without("ss --kill", "the kernel does not end connections of others")
@@ -378,7 +378,7 @@ else:
         print("other", type(error).__name__, error.cause, flush=True)
 """
 LEFT, RAISED = "other PeerLost rank 1 left", "other PeerAborted ValueError: the root of it"
-# How the main thread of rank 1 ends, who else waits there, and what rank 0 hears.
+# How the main thread of rank 1 ends, which thread waits there meanwhile, and what rank 0 gets.
 MAIN_ENDS = {
     "raises": ("raise ValueError('the root of it')", "threaded()", "native", RAISED),
     "raises, executor": ("raise ValueError('the root of it')", "executed()", "native", RAISED),
@@ -410,7 +410,7 @@ MAIN_ENDS = {
 def test_the_others_learn_of_a_main_thread_that_ends_while_another_thread_waits(
     how: str, tmp_path: Path
 ) -> None:
-    """Python joins threads before it ends: one that waits for rank 0 must neither hang nor keep the news."""
+    """Python joins threads before it ends: one that waits for rank 0 must not hang or delay the goodbye."""
     ending, start, backend, heard = MAIN_ENDS[how]
     path = tmp_path / "program.py"
     path.write_text(WAITING_THREAD.replace("START", start).replace("ENDING", ending))
@@ -598,7 +598,7 @@ def test_ctrl_c_ends_every_blocking_call(kind: str) -> None:
 
 @each_link
 def test_a_signal_that_comes_together_with_a_completion_loses_neither(kind: str) -> None:
-    """A handler raises between any two instructions: also between the engine's news and who waits for it."""
+    """A handler raises between any two instructions: also between a completion and its dispatch."""
 
     def program(comm: Communicator, pipe: Connection) -> Any:
         pid = comm.broadcast_object(os.getpid(), root=1)

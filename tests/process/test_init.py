@@ -125,7 +125,7 @@ def test_links_on_one_host_are_encrypted_if_asked(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_wants_encryption_does_not_go_without(tmp_path: Path) -> None:
-    """The launcher was not told: its ticket is a plain one."""
+    """The launcher does not know of it: its ticket is a plain one."""
     program = "import os\nos.environ['UNISONO_TLS'] = '1'\n" + PROGRAM
     done = run(tmp_path, program, "-m", "unisono", "run", "-n", "2", env={})
     assert done.returncode != 0

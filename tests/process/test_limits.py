@@ -1,4 +1,4 @@
-"""What others may make a rank take: unknown lengths, objects, messages to oneself, news, credit.
+"""What peers may make a rank hold: unknown lengths, objects, messages to oneself, control messages, credit.
 
 On every kind of backend that this process can hold; the conformance kit has the same promises for all others.
 """
@@ -133,7 +133,7 @@ def test_a_rank_that_announces_a_huge_object_takes_nobodys_memory(
         return row
 
     def program(comm: Communicator) -> None:
-        # By the reference path: the engine does not lie. One may hear of it from the other first.
+        # By the reference path: the engine does not lie. One rank may learn of it from the other first.
         comm._group.call_log.fast_path_open = False
         with pytest.raises(
             (ProtocolError, PeerAborted), match=rf"announced {1 << 40} bytes; allowed: {1 << 30}"
@@ -149,7 +149,7 @@ def test_a_rank_that_announces_a_huge_object_takes_nobodys_memory(
 def test_a_users_limit_does_not_bound_control_messages_and_rpc_frames(
     make: Callable[..., list[Communicator]], kind: str, setting: str
 ) -> None:
-    """Every rank hears of a mismatch, in words that are longer than the limit; so are frames of calls."""
+    """Every rank gets the mismatch, whose words exceed the limit; so do frames of calls."""
 
     def program(comm: Communicator) -> list[str]:
         agent = Agent(comm)
@@ -201,7 +201,7 @@ def test_a_control_message_that_cannot_be_received_is_tried_again_after_a_pause(
     wait_until(lambda: len(tried) == 5, "it listens again")
     assert min(np.diff(tried)) > 0.04
     other.start_send(0, 0, Tags.CONTROL, memoryview(msgspec.msgpack.encode(Goodbye(77, Lane.BULK))))
-    wait_until(lambda: 77 in control._early._by_context, "news is heard")
+    wait_until(lambda: 77 in control._early._by_context, "the message is kept")
     for one in (backend, other):
         one.close()
 
@@ -241,7 +241,7 @@ def test_closed_and_dropped_groups_take_no_credit_with_them(
     run_each(program, comms).values()
 
 
-# -- news about communicators that are not known here -----------------------------------------------------
+# -- control messages for communicators that are not known here -------------------------------------------
 
 
 def failure(context: int, text: str = "x") -> GroupFailure:
@@ -252,7 +252,7 @@ def failure(context: int, text: str = "x") -> GroupFailure:
 def test_early_control_messages_are_kept_within_a_budget_per_sender(
     make: Callable[..., list[Communicator]], kind: str
 ) -> None:
-    """Rank 1 talks of communicators that will never be; what rank 2 said of one that comes is still known."""
+    """Rank 1 names communicators that never come to exist; the message of rank 2 about a real one is kept."""
     comms = make(3, kind)
     controls = [comm._group.control for comm in comms]
     assert outcome(lambda: run_each(lambda comm: comm.barrier(), comms).values()) == [None] * 3
@@ -268,7 +268,7 @@ def test_early_control_messages_are_kept_within_a_budget_per_sender(
     def kept() -> int:
         return sum(len(data) for found in list(early._by_context.values()) for _, data in found.values())
 
-    wait_until(lambda: 1000 + count - 1 in early._by_context, "the last news is kept")
+    wait_until(lambda: 1000 + count - 1 in early._by_context, "the last message is kept")
     assert EARLY_BYTES_MAX // 2 < kept() <= 2 * EARLY_BYTES_MAX
     assert early._bytes[1] <= EARLY_BYTES_MAX
     error = outcome(lambda: comms[0].sub([0, 2]).barrier(timeout=20))
@@ -419,7 +419,7 @@ def eager(nbytes: int, lane: Lane = Lane.BULK, tag: int = 5) -> memoryview:
 HOSTILE = {
     "eager messages beyond the credit": lambda n: eager(16_000),
     "empty ones": lambda n: eager(0),
-    "news without end that nobody wants": lambda n: eager(16_000, Lane.CONTROL, Tags.CONTROL | 9),
+    "control messages that no rank reads": lambda n: eager(16_000, Lane.CONTROL, Tags.CONTROL | 9),
     "offers without end": lambda n: frame(Kind.RTS, rendezvous_id=n, context=9, tag=5, nbytes=1 << 20),
     "an offer made twice": lambda n: frame(Kind.RTS, rendezvous_id=1, context=9, tag=5, nbytes=1 << 20),
     "a control message of 3 GiB": lambda n: frame(

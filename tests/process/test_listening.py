@@ -1,4 +1,4 @@
-"""Listening on native ranks: every message in order, whatever becomes of the one who hears it."""
+"""Listening on native ranks: every message in order, whatever the listener does."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_peers_end_is_reported_after_all_that_it_sent() -> None:
         down: list[tuple[PeerDown, int]] = []
 
         def on_message(source: int, data: bytes) -> None:
-            time.sleep(0.0005)  # the peer is dead before the last one is heard
+            time.sleep(0.0005)  # the peer is dead before the last one is delivered
             heard.append(int.from_bytes(data[:4], "little"))
 
         backend.watch(lambda one: down.append((one, len(heard))))

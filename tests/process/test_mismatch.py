@@ -1,4 +1,4 @@
-"""Mismatches: ranks that call different things all hear of it within a second, with both calls shown.
+"""Mismatches: all ranks get the error of different calls within a second, with both calls shown.
 
 The corpus is made of pairs of calls. Some ranks make one, the others the other; a rank that needs nobody to
 end its part (an empty reduction, a leaf of a tree) hears of it at its next collective.
@@ -391,7 +391,7 @@ LINE = re.compile(r"ranks? ([\d, ]+): (.*) at (\S+\.py:\d+)$")
 
 
 def check_report(error: BaseException | None, calls: list[Call]) -> None:
-    """The report shows each call once, who made it and from where; the text names who differs."""
+    """The report shows each call once, with its ranks and its line; the text names the ranks that differ."""
     assert isinstance(error, uni.CollectiveMismatch), repr(error)
     shown = [LINE.match(line) for line in error.report.splitlines()]
     assert all(shown), error.report
@@ -655,7 +655,7 @@ def test_segments_of_other_lengths_are_a_mismatch():
         comm.close()
 
 
-# -- who differs -----------------------------------------------------------------------------------------
+# -- which ranks differ ----------------------------------------------------------------------------------
 
 # What one rank calls, what the others call, and in what it differs.
 DIFFERENCES = {
@@ -673,7 +673,7 @@ DIFFERENCES = {
 
 
 def reported_in_time(outcomes_of: Callable[[], list[Any]], is_right: Callable[[Any], bool]) -> None:
-    """Who differs is known if every rank could tell its call in time: a busy machine gets three turns."""
+    """The ranks that differ are known if each sent its call in time: a busy machine gets three turns."""
     for _ in range(3):
         outcomes = outcomes_of()
         if all(map(is_right, outcomes)):

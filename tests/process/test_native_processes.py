@@ -196,7 +196,7 @@ def test_every_length_crosses_between_processes(ranks: Ranks, links: str) -> Non
     for rank in range(3):
         seen = ranks.get(rank)
         assert seen[rank] == "self"
-        # Who was faster has left by now.
+        # A faster rank has left by now.
         assert {seen[p] for p in range(3) if p != rank} <= {kinds[links], "down"}
 
 
@@ -328,7 +328,7 @@ def test_a_stopped_rank_is_known_by_its_silence(ranks: Ranks, links: str) -> Non
 
 
 def be_helped(backend: NativeBackend, pipe: Connection, nbytes: int) -> bool:
-    """Rank 0 sends, and copies a part of it to rank 1 itself, until it is stopped and given up."""
+    """Rank 0 sends, and copies a part of it to rank 1 itself, until it is stopped and declared dead."""
     memory = np.zeros(nbytes, np.uint8)
     turn = 0
     while True:

@@ -238,7 +238,7 @@ def test_credentials_that_do_not_fit_are_refused_at_once(make: Make) -> None:
 
 
 class Between:
-    """A port that passes on to an engine what it hears, as `change(number, direction, data)` makes it."""
+    """A port that forwards to an engine what it receives, as `change(number, direction, data)` makes it."""
 
     def __init__(self, card: Card, change: Callable[[int, int, bytes], bytes]) -> None:
         self._change = change
@@ -583,7 +583,7 @@ def test_a_rank_listens_on_one_port_of_one_address(make: Make) -> None:
 
 
 def as_nobody(path: str) -> bytes:
-    """What another user is told who connects to a unix socket."""
+    """The answer to another user that connects to a unix socket."""
     inward, outward = os.pipe()
     child = os.fork()
     if child == 0:

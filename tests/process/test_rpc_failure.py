@@ -148,7 +148,7 @@ def test_the_answer_of_a_rank_that_leaves_at_once_arrives():
 
 @uni.register
 @dataclasses.dataclass
-class Parcel:
+class Labelled:
     weight: int
     content: Any = None
 
@@ -156,13 +156,13 @@ class Parcel:
 def values(draw: random.Random, i: int) -> Any:
     """A value of any kind; one in five has any length, often next to a threshold of frames and blobs."""
     if draw.random() > 0.2:
-        return draw.choice([i, str(i), {"i": [i, None, 2.5]}, (i, {i}), Parcel(i), -(2**70) - i])
+        return draw.choice([i, str(i), {"i": [i, None, 2.5]}, (i, {i}), Labelled(i), -(2**70) - i])
     length = draw.choice([0, 1, 10, 3_000, 15_359, 15_361, 16_384, 65_536, 65_537, 300_000])
     data = bytes((i + k) % 251 for k in range(7)) * (length // 7)
     kind = draw.randrange(6)
     if kind < 3:
         return [data, bytearray(data), data.hex()][kind]
-    return [np.frombuffer(data, np.uint8).copy(), [data, "ü" * length], Parcel(i, [data])][kind - 3]
+    return [np.frombuffer(data, np.uint8).copy(), [data, "ü" * length], Labelled(i, [data])][kind - 3]
 
 
 def is_same(came: Any, sent: Any) -> bool:

@@ -353,7 +353,7 @@ def test_an_exception_reaches_the_others_without_a_with_block(program) -> None: 
         "[2] 1 ValueError: the root of it",
     ]
     assert "ValueError: the root of it" in err
-    assert code in (1, 7)  # who catches the news and ends on its own account may do so first
+    assert code in (1, 7)  # a rank that catches the error and ends by itself may be the first
 
 
 def test_a_launcher_whose_output_was_closed_runs_the_job(program, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -64,7 +64,7 @@ def warm(comm: Communicator) -> None:
 
 
 def first_error(*calls: Callable[[], Any]) -> Any:
-    """What ended the first of the calls that did not end well. Who is late hears in the wrong call itself."""
+    """The error of the first call that failed. A late rank gets it in the wrong call itself."""
     for call in calls:
         if isinstance(error := outcome(call), Exception):
             return error
@@ -177,7 +177,7 @@ def test_a_root_that_ran_ahead_gets_the_mismatch_in_its_next_call(
         warm(comm)
 
         def go_on() -> None:
-            # Who lags behind may hear of it before its own turn has come.
+            # A rank that lags behind may learn of it before its own turn has come.
             for k in range(10):
                 cast(comm, k)
             if comm.rank == 2:

@@ -81,11 +81,11 @@ def test_arguments_and_results_may_be_longer_than_any_pipe() -> None:
 
 
 def test_a_rank_knows_its_identity_and_settings_but_not_the_ticket() -> None:
-    said = run("surroundings", "--flag")["value"]
+    said = run("environment", "--flag")["value"]
     for rank, found in enumerate(said):
         assert found["main"] == "__mp_main__"
         assert found["eager"] == 77
-        assert found["argv"] == ["surroundings", "--flag"]
+        assert found["argv"] == ["environment", "--flag"]
         assert found["env"] == {
             "UNISONO_RANK": str(rank),
             "UNISONO_SIZE": "2",

@@ -1,4 +1,4 @@
-"""Two jobs with the same bare variables, as real processes: one world at most, and the others hear why."""
+"""Two jobs with the same bare variables, as real processes: one world at most; the others get the reason."""
 
 from __future__ import annotations
 
@@ -91,11 +91,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def test_a_rank_of_another_job_is_refused_while_a_job_lives(start: Start) -> None:
     """Nothing tells the ranks of the two jobs apart: rank 1 of B joins A. The other two are refused."""
-    first, guest = start("A", 0), start("B", 1)
+    first, second = start("A", 0), start("B", 1)
     first.begin()
-    guest.begin()
+    second.begin()
     assert first.said() == "met 0 A B"
-    assert guest.said() == "met 1 A B"
+    assert second.said() == "met 1 A B"
     rest = [start("B", 0), start("A", 1, timeout=3.0)]
     for rank in rest:
         rank.begin()
@@ -111,16 +111,16 @@ def test_a_rank_of_another_job_is_refused_while_a_job_lives(start: Start) -> Non
         assert "Next: give each job its own MASTER_ADDR and MASTER_PORT, or set UNISONO_JOIN" in text
         assert rank.ended() == 3
     first.go_on()
-    guest.go_on()
-    assert (first.ended(), guest.ended()) == (0, 0)
+    second.go_on()
+    assert (first.ended(), second.ended()) == (0, 0)
 
 
 def test_a_rank_that_was_there_before_the_others_met_is_refused_at_once(start: Start) -> None:
     """Its world cannot be the next one: it need not wait for its deadline."""
-    first, guest, left = start("A", 0), start("B", 1), start("A", 1)
+    first, second, left = start("A", 0), start("B", 1), start("A", 1)
     assert left.said() == "up"
     first.begin()
-    guest.begin()
+    second.begin()
     assert first.said() == "met 0 A B"
     left.go_on()
     assert re.search(r"^RendezvousError the seed at \S+ refused rank 1 of 2: .* is complete", left.said())
@@ -152,12 +152,12 @@ def test_the_next_job_waits_for_a_rank_0_that_still_has_something_to_do(start: S
 
 def test_no_second_world_forms_of_what_a_short_one_has_left(start: Start) -> None:
     """All four are started together; the first world is over before the other two ask."""
-    first, guest, *rest = start("A", 0), start("B", 1), start("B", 0), start("A", 1, timeout=1.0)
-    for rank in (first, guest):
+    first, second, *rest = start("A", 0), start("B", 1), start("B", 0), start("A", 1, timeout=1.0)
+    for rank in (first, second):
         rank.begin()
         rank.go_on()
     assert first.said() == "met 0 A B"
-    assert (first.ended(), guest.ended()) == (0, 0)
+    assert (first.ended(), second.ended()) == (0, 0)
     for rank in rest:
         rank.begin()
     texts = [rank.said() for rank in rest]

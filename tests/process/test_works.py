@@ -88,7 +88,7 @@ def test_a_waiting_thread_dispatches_completions_of_other_groups_and_stays_in_th
             comm.barrier()
             if comm.rank == 1:
                 group.close()
-                wait_until(lambda: 1 in groups[0]._group.state.left)  # rank 0 waits, and hears of it
+                wait_until(lambda: 1 in groups[0]._group.state.left)  # rank 0 waits, and gets the goodbye
             assert np.array_equal(meet(comm), summed(2)), turn
         return adopted(comm) - before
 

@@ -91,7 +91,7 @@ class Chaos:
         """A rank that got through got everything, whole and in order."""
         for rank, received in enumerate(result.results):
             if isinstance(received, BaseException):
-                # Only who receives from anybody may wait in vain: a lost rank does not end that.
+                # Only a receive from any source may wait in vain: a lost rank does not end it.
                 allowed = (PeerLost, Killed, Deadlock) if self.use_wildcards else (PeerLost, Killed)
                 assert isinstance(received, allowed), received
                 continue

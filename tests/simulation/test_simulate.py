@@ -138,7 +138,7 @@ def test_leftovers_of_a_rank_that_gave_up_are_no_mismatch(step: int) -> None:
     def program(world: uni.Communicator) -> None:
         world.all_reduce(ramp(10_000, world.rank), algorithm="ring")
 
-    # Rank 1 hears of the death while rank 2 stands still, takes back what can be taken back, and leaves.
+    # Rank 1 learns of the death while rank 2 stands still, withdraws what can be withdrawn, and leaves.
     network = Network(1e-5, 1e8, 1e-3)
     faults = [Kill(0, 0.1), Pause(2, for_s=2.0, at_step=step)]
     result = uni.simulate(program, 3, seed=3067, network=network, faults=faults)

@@ -121,7 +121,7 @@ def test_a_long_message_waits_for_its_receive_and_then_travels() -> None:
         return now()
 
     result = simulated(by_rank(send, receive), 2)
-    # The CTS takes a latency; then the bytes and another latency. The sender hears of it by the FIN.
+    # The CTS takes a latency; then the bytes and another latency. The FIN ends the send.
     received_at = posted_at + 2 * LATENCY + size / SPEED
     assert result.results == [received_at + LATENCY, received_at]
     assert [event.kind for event in result.trace if event.kind in ("send", "arrive", "match", "data")] == [

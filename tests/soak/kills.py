@@ -40,7 +40,7 @@ CONFIGS = (
 
 
 def live(backend: Backend, pipe: Connection, seed: int) -> tuple[tuple[int, ...], float]:
-    """Compute until somebody dies and say so; return who is dead in the end, and how long the news took."""
+    """Compute until a rank dies, and report it; return the dead ranks, and how long the report took."""
     rng, metronome = random.Random(seed), Metronome()
     began = time.monotonic()
     with Communicator.world(backend) as comm:
@@ -83,7 +83,7 @@ def kill_some(seed: int, most: int, kind: str = "") -> int:
     kind = kind or chosen
     size = 4 if kind in BINDERS else SIZE  # of those that take a second each to start
     victims = rng.sample(range(size), min(most, size - 1, rng.choice((1, 1, 2, 3, 5))))
-    # Other libraries find each other by means of their own: who dies then is a RendezvousError.
+    # Ranks of other libraries connect by means of their own: a rank that dies meanwhile is a RendezvousError.
     is_early = rng.random() < 0.2 and kind not in BINDERS
     what = f"seed {seed}: {kind}, {victims} killed{' early' if is_early else ''}"
     with forked(lambda backend, pipe: live(backend, pipe, seed), size, kind=kind, config=config) as ranks:

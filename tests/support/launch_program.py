@@ -64,7 +64,7 @@ def big(place: LaunchInfo, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return x + place.rank
 
 
-def surroundings(place: LaunchInfo) -> dict[str, Any]:
+def environment_of(place: LaunchInfo) -> dict[str, Any]:
     return {
         "env": {
             name: text for name, text in os.environ.items() if name.startswith(("UNISONO", "RANK", "MINE"))
@@ -95,7 +95,7 @@ def fail(place: LaunchInfo, kind: str) -> None:
 
 
 def blame(place: LaunchInfo) -> None:
-    """Ranks 0 and 2 hear of rank 1's error before rank 1's process has said it."""
+    """Ranks 0 and 2 get rank 1's error before rank 1's process has printed it."""
     if place.rank == 1:
         time.sleep(0.3)  # the order of events is what is tested
         raise ValueError("the root of it")
@@ -140,8 +140,8 @@ def case_big() -> Any:
     return [int(r[0]) + int(r[-1]) for r in start(big, 2, x)]
 
 
-def case_surroundings(*_: str) -> Any:
-    return start(surroundings, 2, env={"MINE": "1"}, config=Config(eager_bytes=77))
+def case_environment(*_: str) -> Any:
+    return start(environment_of, 2, env={"MINE": "1"}, config=Config(eager_bytes=77))
 
 
 def case_closure() -> Any:

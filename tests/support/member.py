@@ -1,4 +1,4 @@
-"""A rank written in Python, as dishonest as a test wants it: it knows the secret and the handshake."""
+"""A rank written in Python that sends whatever a test gives it: it knows the secret and the handshake."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def own_or_not(world: Communicator) -> list[tuple[str, bool]]:
     world.all_reduce(x.astype(np.float16))
     world.all_reduce(x[:5].copy(), "max")
     world.barrier()
-    # A call that finds news of the messages before it comes here, too, and MPI makes it.
+    # A call that finds completions of earlier messages comes here, too, and MPI makes it.
     assert [each for each in seen if not each[1]] == [("all_reduce", False)] * 2, seen
     world.backend.run_collective = real  # type: ignore[method-assign]
     return seen_started
@@ -234,7 +234,7 @@ def left_alone(world: Communicator) -> None:
 
 
 def different(world: Communicator) -> None:
-    """Ranks that call different things hear of it, however long their operands are."""
+    """Different calls are a mismatch, however long their operands are."""
     for count in (3, 5000):
         group = world.split(0)
         assert group is not None

@@ -119,7 +119,7 @@ def _exact(random: np.random.Generator, op: str, count: int, rank: int, size: in
             # No power of 2 + i lies on an axis, so no part is a zero whose sign would depend on the order.
             turns = np.array([1, 1j, -1, -1j])[random.integers(0, 4, count)]
             return 2.0**exponents * turns * (2 + 1j)
-        # One rank per index has a factor that is no power of two: who forgets it is found out.
+        # One rank per index has a factor that is no power of two: a sum that leaves this rank out differs.
         odd = (np.arange(count) + rank) % size == 0
         signs = random.choice([-1.0, 1.0], count)
         return 2.0**exponents * signs * np.where(odd, 3.0, 1.0)

@@ -1,4 +1,4 @@
-"""Deadlock detection among ranks that share a process: who uses which rank, and whether anyone can go on.
+"""Deadlock detection among ranks that share a process: which threads use a rank, and whether any can go on.
 
 Knows threads and waits. Does not know how messages travel: `WatchedRanks` answers for the backend.
 """

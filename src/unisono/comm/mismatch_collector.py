@@ -144,7 +144,7 @@ class MismatchCollector:
             return self.is_collecting
 
     def failure_message(self, error: UnisonoError, *, is_abort: bool = False) -> GroupFailure:
-        """An error for the other members. With the calls of a mismatch, each finds out itself who differs."""
+        """An error for the other members. From the calls of a mismatch, each finds the ranks that differ."""
         calls = {}
         if self._mismatch is not None and isinstance(error, CollectiveMismatch):
             calls = self._mismatch.evidence(self._state.world_rank)

@@ -338,7 +338,7 @@ def as_list(
     return parts
 
 
-# How root's kind of array is named to the others, who have no array to take it from.
+# How root's kind of array is named to the other ranks, which have no array of their own.
 _FAMILIES: Final = ("numpy", "torch", "raw")
 
 

@@ -1,7 +1,7 @@
 """Calls: which operation runs, what it is doing, and how its steps wait for requests.
 
 The steps of an operation are a generator. It starts requests, registers to be woken by each, and yields until
-one ends. Who carries it on is decided in task.py.
+one ends. Which thread carries it on is decided in task.py.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Call:
     long_wait_s: float | None = None
     on_long_wait: Callable[[], None] | None = None
     messages: tuple[Message, ...] = ()  # of an operation between two ranks
-    on_result: Callable[[BaseException | None], None] | None = None  # somebody has seen how it ended
+    on_result: Callable[[BaseException | None], None] | None = None  # a user's thread has seen its end
     number: int = field(default_factory=itertools.count().__next__)
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class Call:
         return Location(self.operation, self.communicator, self.epoch, self.sequence, now - self.started_at)
 
     def missing(self) -> tuple[int, ...]:
-        """Whom it waits for: those known not to have called it at all, else those it waits for directly."""
+        """The ranks it waits for: those known not to have called it, else those it waits for directly."""
         return tuple(sorted(self.absent)) or self.waiting_on()
 
     def let_go(self) -> None:
@@ -88,12 +88,12 @@ class Call:
         self.messages = ()
 
     def waiting(self) -> Waiting:
-        """Who waits for whom."""
+        """Which rank waits for which, in which operation."""
         return Waiting(self.rank, self.waiting_on(), str(self))
 
 
 def _nothing() -> None:
-    """Nobody is to be woken."""
+    """No task is to be woken."""
 
 
 class Begun(Generator[None, None, T]):

@@ -303,7 +303,7 @@ class Backend(ABC):
 
         The request may end with HeaderMismatch (a peer runs another collective), LengthMismatch (a peer sent
         a message of another length) or ClosedError. It does not end if a peer is gone: `watch` informs
-        the caller, who cancels. A cancelled request ends once no peer uses its memory any more.
+        the caller, which cancels. A cancelled request ends once no peer uses its memory any more.
         """
         raise NotImplementedError(f"{self.capabilities.name} does not run plans")
 

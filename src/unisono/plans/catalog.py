@@ -187,7 +187,7 @@ _SYNCHRONIZING: Final = frozenset(("all_reduce", "all_gather", "reduce_scatter",
 
 
 def counts_held(collective: str, size: int) -> int:
-    """The length of `Problem.counts` for so many ranks."""
+    """The length of `Problem.counts` for this number of ranks."""
     return _COUNTS_HELD[collective](size)
 
 

@@ -244,7 +244,7 @@ def test_a_card_that_is_none_is_refused(card: bytes) -> None:
         Card.parse(card)
 
 
-# -- who is there -----------------------------------------------------------------------------------------
+# -- liveness ---------------------------------------------------------------------------------------------
 
 
 def test_a_silent_peer_is_queried_and_declared_dead_after_its_ticks() -> None:

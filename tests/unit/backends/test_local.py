@@ -402,7 +402,7 @@ def test_no_deadlock_while_an_older_thread_that_has_sent_may_send_again() -> Non
 
 def test_a_thread_that_served_only_ranks_that_left_cannot_end_a_deadlock() -> None:
     ranks = LocalBackend.create(3, QUICK)
-    send(ranks[2], 0, b"farewell")
+    send(ranks[2], 0, b"goodbye")
     ranks[2].close()
     waiters = [Waiter(ranks[0], 1), Waiter(ranks[1], 0)]
     assert all(isinstance(waiter.ended().error, Deadlock) for waiter in waiters)

@@ -71,7 +71,7 @@ def test_many_ranks_need_few_descriptors_and_all_meet() -> None:
 
 @pytest.mark.parametrize("count", [1, 2047, 2049, 40_000, 300_001])
 def test_sums_of_any_length_are_right(count: int) -> None:
-    """Around the eager limit, and so long that ranks read each other's memory."""
+    """Around the eager limit, and long enough that ranks read each other's memory."""
     rows = np.stack([(np.arange(count) * (rank + 3)) % 251 for rank in range(4)]).astype(np.float64)
 
     def live(world: uni.Communicator) -> Any:
@@ -177,7 +177,7 @@ def test_no_deadlock_while_a_thread_that_only_sends_may_send_again() -> None:
 
 
 def test_a_thread_waits_in_the_engine_while_another_cancels_the_work() -> None:
-    """Python adopts the call for the one who cancels; the other one is told."""
+    """Python adopts the call for the rank that cancels; the other rank gets the error."""
     for _ in range(20):
         worlds = uni.local(2)
         work = worlds[0].start.recv(np.zeros(3), 1)

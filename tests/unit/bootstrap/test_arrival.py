@@ -35,7 +35,7 @@ def come(source: TicketSource, node: int, seconds: float = 20.0) -> Address:
 
 
 def come_until_refused(source: TicketSource, node: int) -> None:
-    """The seed hears of an ended rank on its own thread."""
+    """The seed is told of an ended rank on its own thread."""
     while True:
         come(source, node, 0.3)
 

@@ -261,7 +261,7 @@ def test_a_rank_that_was_evicted_says_so() -> None:
 
 
 def test_a_recorded_tag_is_worth_nothing(make_seed: MakeSeed) -> None:
-    """Who has seen a worker's first word can be pushed out like any stranger, and is not admitted (T5)."""
+    """A client with a copy of a worker's first message is a stranger like any other: not admitted (T5)."""
     seed, _ = make_seed(2)
     word = b"UNISONO1" + protocol.tagged_nonce(seed.ticket.token, bytes(16))
     with connected(seed) as first, connected(seed) as second:

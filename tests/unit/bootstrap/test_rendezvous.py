@@ -1,4 +1,4 @@
-"""The pure parts: who is admitted, who must wait, where ranks meet, what is asked next."""
+"""The pure parts: which ranks are admitted and which wait, where ranks meet, what is asked next."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Who decides a setting: an argument or option, then a variable, then the default; one walk over all of them.
+"""What decides a setting: an argument or option, then a variable, then the default; all settings.
 
-What says who a rank is (rank, size, the local ones, the ticket) is the launcher's alone.
+A rank's identity (rank, size, the local ones, the ticket) comes from the launcher alone.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ PENDING: dict[str, Callable[[uni.Communicator], Any]] = {
 @pytest.mark.parametrize("verb", PENDING)
 @pytest.mark.parametrize("how", ["exception", "abort"])
 def test_a_rank_that_gives_up_ends_everything_that_is_pending(verb: str, how: str) -> None:
-    """Messages too, and those between other ranks: the one that gave up will not be part of anything."""
+    """Messages too, and those between other ranks: the rank that aborted takes part in nothing any more."""
     gave_up_at: list[float] = []
 
     def live(comm: uni.Communicator) -> Any:
@@ -139,7 +139,7 @@ class Forgetful(LocalBackend):
 
 @pytest.mark.parametrize("forgotten", [1, 2, 4])
 def test_a_gap_in_what_was_sent_is_never_filled_with_what_came_later(forgotten: int) -> None:
-    """Rank 0 scatters; rank 4 passes pieces on to 5, 6 and 7, who must not get what belongs elsewhere."""
+    """Rank 0 scatters; rank 4 passes pieces on to 5, 6 and 7, which must not get a piece of another rank."""
     backends = Forgetful.create(8, Config(segment_bytes=256, eager_bytes=1024))
     backends[0].forgotten = forgotten  # type: ignore[attr-defined]
     x = np.stack([ramp(128, rank, 1) for rank in range(8)])

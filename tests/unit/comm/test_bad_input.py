@@ -441,7 +441,7 @@ def bad_splits() -> list[Bad]:
 
 
 def bad_groups() -> list[Bad]:
-    """Calls that no Work stands for: `sub` talks to nobody, `mesh` checks before it splits."""
+    """Calls without a Work: `sub` sends nothing, `mesh` checks before it splits."""
     ranks = ("allowed: ranks 0 to 2",)
     return [
         Bad("sub of none", lambda c: c.sub([]), ("members is empty; allowed: one or more ranks",)),
@@ -601,7 +601,7 @@ def test_what_is_only_read_may_be_read_only_or_strided():
 
 
 def test_an_out_that_does_not_fit_what_root_scatters_ends_the_collective_by_name():
-    """The one argument that a rank cannot judge before it has heard from root."""
+    """The one argument that a rank can check only with what root has announced."""
 
     def program(comm):
         out = np.empty(4 if comm.rank == CALLER else 2, np.float32)

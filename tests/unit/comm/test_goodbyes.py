@@ -136,7 +136,7 @@ def test_a_group_whose_calls_all_have_made_tells_none_of_them(use: Callable[[Any
         use(comm)  # decided from now on
         sent = goodbyes_of(comm, use, 40)
         assert all(isinstance(message, Goodbyes) for message in sent)
-        # A call that stalls on a busy machine is finished by Python, and told.
+        # Python finishes a call that stalls on a busy machine, and its goodbye carries the call.
         return sum(len(message.calls) for message in sent) < 40, len(sent) <= 2 * 2 * 2
 
     assert run_processes(program, 3) == [(True, True)] * 3

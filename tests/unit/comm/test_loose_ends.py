@@ -70,7 +70,7 @@ def all_seen(comm: Communicator) -> None:
     with comm.split(0) as group, pytest.raises(uni.CollectiveMismatch):
         group.all_reduce(np.ones(3 + comm.rank))
     with comm.split(0) as late:
-        if comm.rank == 2:  # it is told of the others' mismatch by the call that it makes afterwards
+        if comm.rank == 2:  # it gets the others' mismatch in the call that it makes afterwards
             comm.recv(np.empty(1), 0, tag=2)
         with pytest.raises(uni.CollectiveMismatch):
             late.all_reduce(np.ones(3 + comm.rank))

@@ -46,10 +46,10 @@ from unisono.errors import (
 # -- a rank dies ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("leaves", [False, True], ids=["who hears stays", "who hears leaves"])
+@pytest.mark.parametrize("leaves", [False, True], ids=["the receiver stays", "the receiver leaves"])
 @seeds(64, 8)
 def test_every_survivor_learns_which_rank_died_wherever_it_died(first: int, leaves: bool) -> None:
-    """And hears of nobody else, although others leave because of it; what completed was right."""
+    """The error names no other rank, although others leave because of it; completed results are right."""
     for seed in range(first, first + 8):
         rng = random.Random(f"victims {seed}")
         size = rng.randint(2, 8)
@@ -114,7 +114,7 @@ def test_a_death_ends_messages_that_need_the_dead(verb: str) -> None:
         assert error.ranks == (2,)
         assert "rank 2" in str(error)
         assert "out of memory" in str(error)
-    # Those who live still talk.
+    # Living ranks still exchange messages.
     pair = [worlds[0].start.recv_bytes(1), worlds[1].start.send(b"alive", 0)]
     assert uni.wait_all(pair, PATIENCE_S)[0] == b"alive"
     close_all(worlds)
@@ -182,7 +182,7 @@ def test_a_wait_for_a_rank_that_leaves_ends_with_the_cause() -> None:
 
 @pytest.mark.parametrize("first", list(Lane))
 def test_a_rank_has_left_when_both_lanes_say_so(first: Lane) -> None:
-    """Data and the word that ours were taken travel in different lanes: one farewell may overtake either."""
+    """Data and the returned credit travel in different lanes: the goodbye of one lane may overtake either."""
     worlds = uni.local(2)
     group = worlds[0]._group
     work = worlds[0].start.recv_bytes(1)
@@ -322,7 +322,7 @@ def test_an_abort_is_reported_before_the_loss_of_its_rank(what: str) -> None:
 
 
 def test_a_survivor_that_leaves_because_of_a_death_is_not_the_culprit() -> None:
-    """Rank 3 dies; rank 0 hears of it and leaves; rank 1 waits for rank 0 and is told of rank 3."""
+    """Rank 3 dies; rank 0 learns of it and leaves; rank 1 waits for rank 0, and its error names rank 3."""
     worlds = reference_local(4)
     works: list[uni.Work[Any]] = [
         worlds[1].start.recv_bytes(0),
@@ -365,7 +365,7 @@ def test_a_cause_in_the_world_explains_a_missing_rank_in_a_group(what: str) -> N
 
 
 def test_a_sendrecv_of_which_half_has_ended_ends_too() -> None:
-    """When it is told to end, the receive has met its message; the send, which has not, must not wait on."""
+    """When it is interrupted, the receive has matched; the send, which has not, must not wait on."""
 
     def live(comm: uni.Communicator) -> Any:
         turns = 0
@@ -384,7 +384,7 @@ def test_a_sendrecv_of_which_half_has_ended_ends_too() -> None:
 
 @pytest.mark.parametrize("what", ["a message", "a collective"])
 def test_a_rank_that_dies_while_it_waits_for_a_control_message_ends_too(what: str) -> None:
-    """It has seen that rank 0 is gone, but never hears why."""
+    """It has seen that rank 0 is gone, but never gets the cause."""
     worlds = reference_local(3)
     work: uni.Work[Any] = worlds[1].start.recv_bytes(0) if what == "a message" else worlds[1].start.barrier()
     with held_up(worlds[1], by=worlds[2]) as let_go:

@@ -38,7 +38,7 @@ def test_members_are_ordered_by_key_then_rank_and_none_is_no_color() -> None:
     packed = b"".join(row.pack() for row in rows)
     assert members_of(packed, 0) == (2, 0, 4)
     assert members_of(packed, 3) == (3,)
-    assert members_of(packed, None) == (), "who opted out"
+    assert members_of(packed, None) == (), "the ranks without a color"
     assert members_of(packed + Row(1, 7, 0, True).pack(), 0) is None, "an id that is in use anywhere"
 
 

@@ -1,7 +1,7 @@
 """The life of communicators beside a plain model: made, used, broken, aborted, closed, in any order.
 
-The model is a list of groups: who is in each, who has closed it, what broke it, which messages wait. Whatever
-is done next, every member must see what the model says: the right values, or the right error.
+The model is a list of groups: the members of each, those that closed it, what broke it, which messages
+wait. Whatever is done next, every member must see what the model says: the right values, or the right error.
 
 Operations are started one after the other from one thread, or run on a thread per rank: it must not matter.
 """
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.more
 
 LIFE = settings(derandomize=True, deadline=None, database=None, max_examples=70, stateful_step_count=30)
 
-# What breaks a group, and what its members are told ever after.
+# What breaks a group, and the error that its members get from then on.
 TOLD = {
     "late": uni.DeadlineExceeded,
     "mismatch": uni.CollectiveMismatch,
@@ -406,7 +406,7 @@ class Life(RuleBasedStateMachine):
         if self.is_whole(group):
             return self.do(group, make, threads)
         if group.broken is None and group.open:
-            # Somebody has left. Who needs it hears so; only those calls that need everyone are sure to.
+            # A rank has left. Calls that need it fail; only those that need every rank are sure to.
             if not needs_all:
                 make = lambda c, rank: c.barrier()  # noqa: E731
             for error in self.fail(group, make):
@@ -507,7 +507,7 @@ def test_communicators_live_and_die_as_the_model_says():
     run_state_machine_as_test(Life, settings=LIFE)
 
 
-# -- news of a communicator that is not made yet ---------------------------------------------------------
+# -- control messages for a communicator that is not made yet --------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ QUICK = settings(derandomize=True, deadline=None, database=None, max_examples=10
 
 
 class StoppedClock(RealRuntime):
-    """A clock that shows what it is told."""
+    """A clock that shows the time it is set to."""
 
     def __init__(self, now: float) -> None:
         super().__init__()

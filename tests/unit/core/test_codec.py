@@ -471,7 +471,7 @@ def test_what_may_be_packed_may_be_unpacked_however_deep(make):
 
 
 class Refusing:
-    """Raises when it is looked at."""
+    """Raises on every access."""
 
     @property
     def __dlpack__(self):

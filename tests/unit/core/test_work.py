@@ -1,4 +1,4 @@
-"""Works: who carries an operation on, how it ends, and what the many who ask for it are told."""
+"""Works: which thread carries an operation on, how it ends, and what several waiting threads get."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from unisono.simulation import Network, now, sleep
 
 
 class CountingRuntime(RealRuntime):
-    """Counts how often somebody looks at the clock: who does not sleep does it all the time."""
+    """Counts the readings of the clock: a thread that does not sleep reads it all the time."""
 
     looks = 0
 
@@ -247,10 +247,10 @@ def test_consequences_come_before_the_notification():
     order: list[str] = []
     started = Started(steps, on_end=lambda error: order.append(f"end, done={started.task.is_done()}"))
     work = started.begin()
-    work._task.on_done(lambda: order.append("news"))
+    work._task.on_done(lambda: order.append("callback"))
     request.complete()
-    work._task.on_done(lambda: order.append("late news"))
-    assert order == ["end, done=False", "news", "late news"]
+    work._task.on_done(lambda: order.append("late callback"))
+    assert order == ["end, done=False", "callback", "late callback"]
 
 
 # -- interruptions ---------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def test_an_operation_can_be_interrupted_before_it_begins():
 
 
 def test_an_interruption_during_a_step_waits_for_the_step():
-    """The step runs in one thread while another interrupts: told once, at the next sleep, in the first."""
+    """The step runs in one thread, another interrupts: the first gets the error once, when it sleeps."""
     inside, go_on = threading.Event(), threading.Event()
     seen: list[object] = []
 
@@ -620,7 +620,7 @@ def test_a_reduce_operation_that_raises_ends_the_collective_everywhere():
     assert {rank for _, rank in ended} <= set(culprits), "every rank blames one that really failed"
 
 
-# -- many who ask ----------------------------------------------------------------------------------------
+# -- several waiting threads -----------------------------------------------------------------------------
 
 
 def test_every_waiter_is_notified():
@@ -874,7 +874,7 @@ def test_an_await_that_is_given_up_leaves_the_work_going():
         assert not work.done()
 
     asyncio.run(main())
-    request.complete()  # its loop is closed: nobody is there to be told
+    request.complete()  # its loop is closed: nothing is notified
     assert work.wait() == "later"
 
 

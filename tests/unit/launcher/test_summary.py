@@ -170,8 +170,8 @@ ALONE, VICTIM = False, True
     [
         ([End(2, ALONE), End(0, VICTIM, (2,))], 2),
         ([End(0, VICTIM, (2,)), End(1, VICTIM, (2,))], 2),  # it left: its own end is not among them
-        ([End(0, VICTIM, (1,)), End(3, ALONE), End(1, ALONE)], 1),  # who is named goes before who is not
-        ([End(3, ALONE), End(0, VICTIM, (1,))], 1),  # 3 caught what it heard and ended in its own way
+        ([End(0, VICTIM, (1,)), End(3, ALONE), End(1, ALONE)], 1),  # a rank that another names comes first
+        ([End(3, ALONE), End(0, VICTIM, (1,))], 1),  # 3 caught the error and ended in its own way
         ([End(0, VICTIM, (1, 2)), End(2, ALONE)], 2),
         ([End(0, VICTIM, (3,)), End(1, VICTIM, (2,)), End(2, VICTIM, (3,))], 3),
         ([End(4, VICTIM), End(1, VICTIM)], 4),  # nobody knows more

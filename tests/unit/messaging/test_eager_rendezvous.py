@@ -139,7 +139,7 @@ def test_memory_that_is_lent_no_more_is_never_read(how):
     send = lend(ranks, data)
     if how == "cancel":
         assert send.cancel()
-    elif how == "close":  # the receiver has not heard of it
+    elif how == "close":  # the receiver does not know of it
         ranks[0].close()
     else:
         ranks[1].peer_down(PeerDown(0, "gone"))

@@ -15,7 +15,7 @@ from unisono.messaging.matching import Matcher, Posted, UnexpectedMessage, refus
 
 MANY = settings(derandomize=True, deadline=None, database=None, max_examples=400)
 
-# So few of each that patterns and messages keep meeting.
+# Few of each, so that patterns and messages match often.
 SOURCES = st.integers(0, 1)
 CONTEXTS = st.sampled_from([0, 0, 0, 1])
 # A tag of users, the last one they have, and one of collectives.

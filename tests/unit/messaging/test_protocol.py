@@ -261,7 +261,7 @@ def test_a_message_that_is_too_long_goes_on_to_the_receive_behind():
     small, large = (rank.get(1, 0, 0, memoryview(bytearray(room))) for room in (8, 9))
     arrive(rank, 7, nbytes=9)
     assert isinstance(small.error, UsageError)
-    assert small.envelope.nbytes == 9, "who was refused can still be asked for its header"
+    assert small.envelope.nbytes == 9, "the header of a refused message can still be read"
     assert number_of(large) == 7
 
 

@@ -344,7 +344,7 @@ def test_rank_0_of_an_exscan_must_stay_untouched() -> None:
 
 def test_a_barrier_whose_messages_do_not_wait_for_each_other_is_caught() -> None:
     plans = plans_of(Problem("barrier", 4), "dissemination")
-    hasty = [
+    early = [
         replace(
             plan, rounds=tuple(tuple(s for s in steps if not isinstance(s, Copy)) for steps in plan.rounds)
         )
@@ -352,7 +352,7 @@ def test_a_barrier_whose_messages_do_not_wait_for_each_other_is_caught() -> None
     ]
     verify(plans)
     with pytest.raises(PlanError, match=r"rank 0.*passes the barrier before ranks \[1\] have arrived"):
-        verify(hasty)
+        verify(early)
 
 
 def test_plans_of_different_problems_are_refused() -> None:

@@ -105,7 +105,7 @@ class RunRequest(NativeRequest):
 
 
 class Listening(NamedTuple):
-    """Who hears all messages of a context and tag."""
+    """The receiver of all messages of a context and tag."""
 
     context: int
     tag: int

@@ -1,6 +1,6 @@
 """Log lines about refused connections: the first few by name, then a count per interval.
 
-Pure: callers and the time in, lines out. Anybody who can reach a port can be refused there without end, and
+Pure: callers and the time in, lines out. Any host that can reach a port can be refused there without end, and
 must not be able to fill a disk.
 """
 
