@@ -111,7 +111,7 @@ class Group(Operations):
             self.state.remember(sequence, fingerprint)
             known = list(self.state.last_calls.items())
             early = self._stalls.take_early(sequence)
-            self.state.update_fast_path(is_news=False)
+            self.state.update_fast_path(interrupts=False)
         if (mismatch := self._mismatches.add_to_current()) is not None:
             raise mismatch
         known += [(rank, {sequence: CallReport(theirs)}) for rank, theirs in early.items()]

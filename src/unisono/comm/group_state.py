@@ -79,11 +79,11 @@ class GroupState:
         # Stall queries about collectives that were not called here yet: fingerprint by sequence and rank.
         self.early_queries: dict[int, dict[int, bytes]] = {}
 
-    def update_fast_path(self, *, is_news: bool = True) -> None:
+    def update_fast_path(self, *, interrupts: bool = True) -> None:
         """Close the fast path if there is anything to compare, refuse or end; the caller holds the lock.
 
-        Messages between members that are not gone go on. With news, calls under way below Python return to
-        it, and find what has changed.
+        Messages between members that are not gone go on. If it `interrupts`, calls under way below Python
+        return to it, and find what has changed.
         """
         attention = (
             self.closed,
@@ -96,7 +96,7 @@ class GroupState:
         )
         self.call_log.fast_path_open = not any(attention)
         self.call_log.messages_open = not (self.closed or self.is_aborted or self.is_backend_closed)
-        if is_news and not self.call_log.fast_path_open:
+        if interrupts and not self.call_log.fast_path_open:
             self.call_log.interrupt_in_flight()
 
     def close(self, cause: str | None = None) -> ClosedError:
