@@ -356,6 +356,43 @@ def test_an_exception_reaches_the_others_without_a_with_block(program) -> None: 
     assert code in (1, 7)  # a rank that catches the error and ends by itself may be the first
 
 
+def test_ranks_share_a_session_and_have_process_groups_of_their_own(program) -> None:  # type: ignore[no-untyped-def]
+    path = program("print(os.getsid(0), os.getpgid(0), os.getpid())\n")
+    code, out, _ = run("-n", "3", path)
+    assert code == 0
+    places = [line.split()[1:] for line in out.splitlines()]
+    assert {session for session, _, _ in places} == {str(os.getsid(0))}
+    assert all(group == pid for _, group, pid in places)
+    assert len(places) == 3
+
+
+def test_rank_0_reads_from_a_terminal(program, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    path = program("print(repr(sys.stdin.readline()))\n")
+    master, slave = os.openpty()
+    try:
+        # As a shell starts it: in the foreground of a session that has the terminal.
+        shell = (
+            "import fcntl, os, subprocess, sys, termios\n"
+            "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+            "sys.exit(subprocess.run(sys.argv[1:]).returncode)\n"
+        )
+        command = [sys.executable, "-m", "unisono", "run", "-n", "2", path]
+        with subprocess.Popen(
+            [sys.executable, "-c", shell, *command],
+            stdin=slave,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            os.write(master, b"typed\n")
+            out, _ = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0
+        assert sorted(out.splitlines()) == ["[0] 'typed\\n'", "[1] ''"]
+    finally:
+        os.close(slave)
+        os.close(master)
+
+
 def test_a_launcher_whose_output_was_closed_runs_the_job(program, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     path = program(f"print('into the void')\nopen({str(tmp_path)!r} + f'/{{rank}}', 'w').close()\n")
     command = [sys.executable, "-m", "unisono", "run", "-n", "2", path]

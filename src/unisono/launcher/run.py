@@ -1,6 +1,8 @@
 """`unisono run`: start the ranks of one host, show what they print, forward signals, end them all.
 
-Each rank has a session of its own, dies with this process, and leaves nothing behind in its process group.
+Each rank has a process group of its own, dies with this process, and leaves nothing behind in that group. All
+ranks share our session: Linux schedules sessions against each other (`sched_autogroup`), and a rank that waits
+could not yield its core to a rank of another session.
 """
 
 from __future__ import annotations
@@ -203,13 +205,15 @@ class _Launch:
 
     def _start_process(self, command: list[str], environ: Mapping[str, str], rank: LocalRank | None) -> None:
         """Start a rank, or mpiexec. Rank 0 and mpiexec have our standard input."""
+        has_input = rank is None or rank.rank == 0
         out, err = self._relay.pipes(rank)
         try:
             self._supervisor.start(
                 command,
                 environ,
                 partial(self._on_end, rank),
-                stdin=subprocess.DEVNULL if rank is not None and rank.rank != 0 else None,
+                has_session=has_input and os.isatty(0),
+                stdin=None if has_input else subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
             )

@@ -199,7 +199,7 @@ class _SpawnedRanks:
                 [sys.executable, *flags, "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid())],
                 environment(variables, rank_defaults(self._size)),
                 lambda _: self._on_end(rank),
-                has_session=False,
+                has_group=False,
                 dies_with_parent=False,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,

@@ -56,15 +56,15 @@ class Escalation:
 class Process:
     """A started process. `code` is its exit code, None while it runs; a negative one is a signal's number."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], *, has_session: bool) -> None:
+    def __init__(self, popen: subprocess.Popen[bytes], *, has_group: bool) -> None:
         self.popen = popen
         self.pidfd = os.pidfd_open(popen.pid)
         self.code: int | None = None
         self.was_told_to_end = False  # by the escalation: its exit code is not its own
-        self._send = os.killpg if has_session else os.kill
+        self._send = os.killpg if has_group else os.kill
 
     def signal(self, number: signal.Signals) -> None:
-        """Signal the process, and with a session of its own all of its process group.
+        """Signal the process, and with a process group of its own all of that.
 
         Until `code` is set the process is at least a zombie, so its number cannot belong to another one.
         """
@@ -99,23 +99,29 @@ class Supervisor:
         env: Mapping[str, str],
         on_end: Callable[[Process], None] = lambda process: None,
         *,
-        has_session: bool = True,
+        has_group: bool = True,
+        has_session: bool = False,
         dies_with_parent: bool = True,
         **options: Any,
     ) -> Process:
         """Start a process; `on_end` is called when it has ended. `options` are those of Popen.
 
         Args:
-            has_session: a session of its own; signals reach its whole process group, and what it leaves
-                behind there is killed when it ends. Otherwise it stays in the caller's process group.
+            has_group: a process group of its own; signals reach all of it, and what it leaves behind there
+                is killed when it ends. Otherwise it stays in the caller's process group.
+            has_session: a session of its own, and so a group. A process that reads from the caller's
+                terminal needs one: the system stops what reads there from the background.
             dies_with_parent: it is killed when this process ends, however that ends. This runs Python between
                 fork and exec, so no thread may have been started: a child could inherit a held lock.
         """
         if dies_with_parent:
             options["preexec_fn"] = die_with_parent(os.getpid())
-        options["start_new_session"] = has_session
+        if has_session:
+            options["start_new_session"] = True
+        elif has_group:
+            options["process_group"] = 0
         popen = subprocess.Popen(command, env=env, **options)
-        process = Process(popen, has_session=has_session)
+        process = Process(popen, has_group=has_group or has_session)
         self.processes.append(process)
         self.watch(process.pidfd, lambda _: self._on_end(process, on_end))
         return process
