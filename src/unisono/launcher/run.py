@@ -1,8 +1,8 @@
 """`unisono run`: start the ranks of one host, show what they print, forward signals, end them all.
 
-Each rank has a process group of its own, dies with this process, and leaves nothing behind in that group. All
-ranks share our session: Linux schedules sessions against each other (`sched_autogroup`), and a rank that waits
-could not yield its core to a rank of another session.
+Each rank has a process group of its own, dies with this process, and leaves nothing behind in that group.
+All ranks share our session: Linux schedules sessions against each other (`sched_autogroup`), and a rank that
+waits could not yield its core to a rank of another session.
 """
 
 from __future__ import annotations
