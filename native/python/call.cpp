@@ -375,6 +375,12 @@ const Decision* ParsedCall::keep_decision(const DecisionKey& key, uint8_t given_
                   [](const SymbolicStep& step) { return step.step != Step::send && step.dst_buf == Buffer::out; });
   if (decision->program != nullptr && decision->program->reduces && decision->kernel == nullptr)
     throw nb::value_error("the operation is not defined for the dtype");
+  // The classes above it for which Python would decide the same.
+  const int last = key.size_class + std::min(nb::cast<int>(values[8]), Fingerprint::count_bits - key.size_class);
+  for (DecisionKey alike = key; ++alike.size_class <= last;) {
+    Py_XINCREF(key.algorithm);
+    verb_group_.decisions.add(alike, std::make_unique<Decision>(*decision));
+  }
   Py_XINCREF(key.algorithm);
   return verb_group_.decisions.add(key, std::move(decision));
 }

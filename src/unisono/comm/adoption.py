@@ -128,6 +128,7 @@ class Adoption:
             given,
             identity,
             is_shape_compared=Fact.SHAPED in facts,
+            has_longer=counts != () and min(counts) == max(counts) > 0,
         )
 
     def _check(

@@ -6,7 +6,7 @@ A stage is chosen, fingerprinted, and run by the backend if it can, otherwise by
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from unisono.comm.fingerprint import Operand, described, fingerprint_of, words_of
 from unisono.comm.group import Group
@@ -19,6 +19,7 @@ from unisono.errors import UsageError
 from unisono.messaging.stage import Stage
 from unisono.plans import LINKS, Links, Problem, build, choose, entry_of
 from unisono.plans.catalog import synchronizes
+from unisono.plans.choose import reach
 from unisono.plans.execute import Execution, Memory, execute
 from unisono.plans.steps import Buf, Plan
 
@@ -142,8 +143,12 @@ class CollectiveCall:
 # What a class of calls needs to be made on any group of one shape: the program (or the LibraryCall that makes
 # them), the elements of its longest pieces, the fingerprint but for its count and hash, the number of the
 # kernel (-1: none), the divisor of a mean (0: none), the item with which exscan fills the result of rank 0,
-# whether the shape is part of the fingerprint, and whether an end shows that all ranks have called.
-Decided: TypeAlias = tuple[Any, int, bytes, int, int, bytes, bool, bool]
+# whether the shape is part of the fingerprint, whether an end shows that all ranks have called, and how many
+# classes of longer ones are decided alike.
+Decided: TypeAlias = tuple[Any, int, bytes, int, int, bytes, bool, bool, int]
+
+# More classes than there are.
+_ALL_CLASSES: Final = 64
 
 
 def decide(
@@ -159,11 +164,12 @@ def decide(
     is_shape_compared: bool,
     shown: str | None = None,
     stage: int = 0,
+    has_longer: bool = False,
 ) -> Decided:
     """Choose the algorithm for a collective, and compile the program that the engine runs.
 
     Ranks compare the algorithm `shown` in its place, if one is given. A library that makes such calls has its
-    own algorithms.
+    own algorithms. `has_longer`: the next class is that of counts twice as long.
     """
     backend = group.backend
     config = backend.config
@@ -172,13 +178,20 @@ def decide(
     if group.library_calls is not None:
         fingerprint = fingerprint_of(operation, given, op, "auto", problem.root, 0, ())
         call = group.library_calls.decide(problem, dtype, op)
-        return call, 0, fingerprint, code, divisor, identity, is_shape_compared, False
-    name = algorithm_for(problem, dtype, op, algorithm, config.reproducible, LINKS[backend.link_kind()])
+        alike = _ALL_CLASSES if has_longer else 0
+        return call, 0, fingerprint, code, divisor, identity, is_shape_compared, False, alike
+    links = LINKS[backend.link_kind()]
+    name = algorithm_for(problem, dtype, op, algorithm, config.reproducible, links)
     root = problem.root if given.root is None else given.root
     fingerprint = fingerprint_of(operation, given, op, shown or name, root, stage, ())
     program, piece_elements = backend.compile_plan(build(problem, backend.rank, name), dtype.itemsize)
     shows_all = synchronizes(problem.collective)
-    return program, piece_elements, fingerprint, code, divisor, identity, is_shape_compared, shows_all
+    alike = 0
+    if has_longer and algorithm != "auto":
+        alike = _ALL_CLASSES
+    elif has_longer:
+        alike = reach(problem, dtype.itemsize, links, ordered=_needs_order(op, config.reproducible))
+    return program, piece_elements, fingerprint, code, divisor, identity, is_shape_compared, shows_all, alike
 
 
 def _fingerprint(
@@ -219,8 +232,11 @@ def algorithm_for(
     if wanted != "auto":
         check_order(problem.collective, op, wanted, reproducible)
         return wanted
-    ordered = op is not None and (reproducible or not op.commutative)
-    return choose(problem, dtype.itemsize, links, ordered=ordered)[0]
+    return choose(problem, dtype.itemsize, links, ordered=_needs_order(op, reproducible))[0]
+
+
+def _needs_order(op: ReduceOp | None, reproducible: bool) -> bool:
+    return op is not None and (reproducible or not op.commutative)
 
 
 def check_order(collective: str, op: ReduceOp | None, algorithm: str, reproducible: bool) -> None:

@@ -19,7 +19,7 @@ from unisono.plans.measured import fastest
 from unisono.plans.steps import Problem
 from unisono.plans.units import bytes_text, seconds_text
 
-__all__ = ["choose", "fitting", "least_s", "predict_s"]
+__all__ = ["choose", "fitting", "least_s", "predict_s", "reach"]
 
 # The block assumed for an uneven all_to_all: a rank knows only its own row and column of the counts.
 _NOMINAL_BLOCK_BYTES = 4096
@@ -34,6 +34,30 @@ def choose(problem: Problem, itemsize: int, links: Links, *, ordered: bool = Fal
     check(problem)
     even = _is_known_even(problem)
     return _cheapest(_bucket(problem, even, itemsize), even, itemsize, links, ordered)
+
+
+def reach(problem: Problem, itemsize: int, links: Links, *, ordered: bool = False) -> int:
+    """How often the counts, which are equal, may double before `choose` may name another algorithm.
+
+    As far as that was measured: predictions are made for each class.
+    """
+    even = _is_known_even(problem)
+    like = _bucket(problem, even, itemsize)
+    if not even or not links.kind or like.hosts or not like.counts or problem.size == 1:
+        return 0
+    is_ordered = ordered and reduces(problem.collective)
+
+    def measured(nbytes: int) -> str | None:
+        return fastest(links.kind, problem.collective, problem.size, nbytes, ordered=is_ordered)
+
+    nbytes = itemsize * like.counts[0]
+    found = measured(nbytes)
+    if nbytes == 0 or found not in _fitting(like, even, ordered):
+        return 0
+    doublings = 0
+    while measured(nbytes << (doublings + 1)) == found:
+        doublings += 1
+    return doublings
 
 
 def predict_s(

@@ -10,9 +10,10 @@ import pytest
 
 from unisono.plans import CATALOG, BoundPlan, Links, Problem, algorithms, bound, build, choose, cost, entry_of
 from unisono.plans.amounts import Weights
-from unisono.plans.choose import _cheapest, fitting, least_s, predict_s
+from unisono.plans.choose import _cheapest, fitting, least_s, predict_s, reach
 
 LINKS = Links()
+MEASURED = {kind: Links(kind=kind) for kind in ("", "shm", "tcp")}
 VECTORS = ("all_reduce", "reduce", "broadcast", "scan", "exscan")
 TWO_HOSTS = tuple(rank // 8 for rank in range(16))
 
@@ -106,6 +107,32 @@ def test_similar_counts_share_a_decision() -> None:
     reasons = {choose(Problem("all_reduce", 8, (count,)), 4, LINKS) for count in range(513, 1025)}
     assert len(reasons) == 1
     assert _cheapest.cache_info().misses == 1
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["any order", "ordered"])
+@pytest.mark.parametrize("kind", MEASURED)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_within_reach_longer_counts_are_decided_alike(size: int, kind: str, ordered: bool) -> None:
+    links, found = MEASURED[kind], 0
+    for collective in CATALOG:
+        for count in (1, 2, 3, 64, 1000, 1 << 20):
+            problem = problem_of(collective, size, count)
+            doublings = reach(problem, 4, links, ordered=ordered)
+            found += doublings
+            name = choose(problem, 4, links, ordered=ordered)[0]
+            for step in range(1, doublings + 1):
+                # The longest and the shortest of the class.
+                top = 1 << (count - 1).bit_length() << step
+                for longer in (top, top // 2 + 1):
+                    likewise = problem_of(collective, size, longer)
+                    assert choose(likewise, 4, links, ordered=ordered)[0] == name, (collective, count, longer)
+    assert (found > 0) == (kind != "" and size in (2, 3, 4))
+
+
+def test_uneven_and_empty_counts_reach_no_others() -> None:
+    for counts in ((3, 4), (0, 0), (0, 5)):
+        assert reach(Problem("all_gather", 2, counts), 8, MEASURED["shm"]) == 0
+    assert reach(Problem("barrier", 2, ()), 1, MEASURED["shm"]) == 0
 
 
 def test_roots_share_a_decision() -> None:
