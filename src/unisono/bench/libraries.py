@@ -19,20 +19,27 @@ import numpy as np
 import unisono as uni
 from unisono.bench.cases import Case
 from unisono.bench.operands import Pool, expected, names_of, operands_of
-from unisono.bench.ways import WAYS, loop_text
+from unisono.bench.ways import WAYS, Way, loop_text
 
 __all__ = ["Library", "Prepared", "opened"]
 
 
 class Prepared:
-    """A case that is ready to be repeated: `run(items)` makes `calls` calls."""
+    """A case that is ready to be repeated: `run(items)` makes `calls` calls.
+
+    `is_seen`: the timed calls are made once before.
+    """
 
     def __init__(
-        self, run: Callable[[Iterable[Any]], Any], items: Callable[[int], Iterable[Any]], lines: int
+        self,
+        run: Callable[[Iterable[Any]], Any],
+        items: Callable[[int], Iterable[Any]],
+        way: Way,
     ):
         self.run = run
+        self.is_seen = way.is_seen
         self._items = items
-        self._lines = lines
+        self._lines = way.lines
 
     def items(self, repeats: int) -> tuple[Iterable[Any], int]:
         """Operands for at least this many calls, and the number of calls."""
@@ -48,8 +55,8 @@ class Library:
     size: int
 
     def __init__(self) -> None:
-        # Elements that a size "never seen before" has been given so far, by operation.
-        self._sizes_used: Counter[tuple[str, str]] = Counter()
+        # Elements that sizes "never seen before" have been given so far, and those that repeat them.
+        self._sizes_used: Counter[tuple[str, str, str]] = Counter()
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -87,9 +94,9 @@ class Library:
             match way.operands:
                 case "known":
                     return repeat(operands(case.block), turns)
-                case "new size":
-                    used = self._sizes_used[case.operation, case.data]
-                    self._sizes_used[case.operation, case.data] += turns
+                case "new size" | "seen size":
+                    used = self._sizes_used[case.operation, case.data, way.operands]
+                    self._sizes_used[case.operation, case.data, way.operands] += turns
                     operands(case.block + used + turns)  # all are views of memory for the longest
                     return [operands(case.block + used + turn) for turn in range(1, turns + 1)]
                 case _:
@@ -118,7 +125,7 @@ class Library:
                 if not _is_same(answer, right):
                     raise ArithmeticError(f"wrong: {case.label} on rank {self.rank}")
         pool.clear()
-        return Prepared(loop(way.lines), items, way.lines)
+        return Prepared(loop(way.lines), items, way)
 
 
 class _Unisono(Library):

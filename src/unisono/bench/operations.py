@@ -23,7 +23,8 @@ MANY: Final = 8
 OBJECTS: Final = ("100 B dict", "200 dicts", "1,000 floats", "1 MiB of bytes")
 # Every way of calling of ways.py, the usual one first.
 _ALL_WAYS: Final = (
-    "blocking", "timeout", "started", "polled", "new size", "new view", "new array", "1000 lines",
+    "blocking", "timeout", "started", "polled", "new size", "seen size", "new view", "new array",
+    "1000 lines",
 )  # fmt: skip
 _WITHOUT_ARRAYS: Final = ("blocking", "timeout", "started", "polled", "1000 lines")
 
@@ -243,7 +244,7 @@ OPERATIONS: Final = (
         "recv(out, left); send(x, right)",
         "Recv(out, left); Send(x, right)",
         "recv(out, left); send(x, right)",
-        ways=("started", "polled", "new size", "new view", "new array", "1000 lines"),
+        ways=("started", "polled", "new size", "seen size", "new view", "new array", "1000 lines"),
         is_posted=True,
         bus=lambda n: 1.0,
     ),

@@ -20,12 +20,14 @@ class Way:
     """How a call is made. `operands`: the same ones, or those that no call has had before.
 
     `repeats` is a fixed number of calls in a turn, where they must be the same ones for every system.
+    `is_seen`: each operand has been in one untimed call.
     """
 
     form: str = "blocking"
     operands: str = "known"
     lines: int = 1
     repeats: int | None = None
+    is_seen: bool = False
     for_gloo: bool = True
 
 
@@ -38,6 +40,8 @@ WAYS: Final = {
     # Gloo keeps nothing that another size, array or line could miss, and hundreds of its calls take seconds.
     # Sizes grow from call to call, so that every system makes the same number of calls.
     "new size": Way(operands="new size", repeats=250, for_gloo=False),
+    # The same calls as those with new sizes, made a second time: what a new size costs is the difference.
+    "seen size": Way(operands="seen size", repeats=250, is_seen=True, for_gloo=False),
     "new view": Way(operands="new view", for_gloo=False),
     "new array": Way(operands="new array", for_gloo=False),
     "1000 lines": Way(lines=1000, for_gloo=False),

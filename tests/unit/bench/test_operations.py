@@ -235,6 +235,19 @@ def test_a_new_size_was_in_no_call_of_any_turn_before() -> None:
     assert all(x.size == out.size for x, out in operands(library, "new size", 2))
 
 
+def test_sizes_that_were_seen_are_those_that_were_new() -> None:
+    library = Alone()
+    new, seen = (
+        [[x.size for x, _ in operands(library, way, calls)] for calls in (3, 63, 250, 63, 250)]
+        for way in ("new size", "seen size")
+    )
+    assert new == seen
+    ready = library.prepared(Case("all_reduce", 3, 44, "seen size"), check=False)
+    assert ready.is_seen
+    items, _ = ready.items(7)
+    assert [x.size for x, _ in items] == [x.size for x, _ in items]  # made twice
+
+
 def test_known_operands_are_the_same_and_new_ones_are_not() -> None:
     library = Alone()
     same, views, arrays = (
