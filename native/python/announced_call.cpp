@@ -51,6 +51,10 @@ bool is_alike(const Argument& a, const Argument& b) {
   return a.dtype == b.dtype && a.nd == b.nd && std::equal(a.shape + 1, a.shape + a.nd, b.shape + 1);
 }
 
+bool overlap(const Argument& a, const Argument& b) {
+  return a.count != 0 && b.count != 0 && a.data < b.data + b.nbytes() && b.data < a.data + a.nbytes();
+}
+
 // An item of a list or tuple of this length; anything else is Python's to refuse. Asked for each item: looking at the
 // one before may have run any code.
 PyObject* item_of(PyObject* list, size_t count, size_t i) {
@@ -83,7 +87,9 @@ void Call::prepare_announced(const Given& given) {
   result_ = group_.arguments.make_bytes(target_count_ + (mine.all_announce ? mine.row_bytes : 0));
   target_ = result_.data;
   in_ = mine.all_announce ? target_ + target_count_ : nullptr;
-  if (PyObject* const out = given[Parameter::out]; out != nullptr && out != Py_None) {
+  PyObject* const out = given[Parameter::out];
+  const bool has_out = out != nullptr && out != Py_None;
+  if (has_out && !mine.all_announce) {
     group_.arguments.see(out, "out", true, out_);
     if (out_.is_number()) throw LeftToReference();
   }
@@ -94,6 +100,7 @@ void Call::prepare_announced(const Given& given) {
     else
       announce_arrays(x);
   }
+  if (has_out && mine.all_announce && mine.rows != 0) see_outs(out);
   find_announced_decision(given);
 }
 
@@ -155,11 +162,28 @@ void Call::check_scattered() const {
     throw LeftToReference();
   // Root's part may stay where it is.
   if (cut == 1 && out_.data == own.data + static_cast<uint64_t>(group_.rank) * out_.nbytes()) return;
-  for (size_t i = 0; i < mine.part_count; ++i) {
-    const Argument& part = mine.parts[i];
-    if (part.count != 0 && out_.count != 0 && part.data < out_.data + out_.nbytes() &&
-        out_.data < part.data + part.nbytes())
-      throw LeftToReference();
+  for (size_t i = 0; i < mine.part_count; ++i)
+    if (overlap(mine.parts[i], out_)) throw LeftToReference();
+}
+
+// The arrays of `out=` of a verb that gives a list: what is wrong with them Python says before anything is sent.
+void Call::see_outs(PyObject* list) {
+  Announced& mine = *announced_;
+  mine.outs = std::make_unique<Argument[]>(mine.rows);
+  mine.given_outs = nb::borrow(list);
+  for (size_t i = 0; i < mine.rows; ++i) {
+    Argument& out = mine.outs[i];
+    const nb::object item = nb::borrow(item_of(list, mine.rows, i));
+    if (!item.is_valid()) throw LeftToReference();
+    try {
+      group_.arguments.see(item.ptr(), "out", true, out);
+    } catch (nb::python_error&) {
+      throw LeftToReference();  // refuses it by its number
+    }
+    out.keep();
+    if (out.is_number() || out.nd == 0 || !is_alike(out, mine.parts[0])) throw LeftToReference();
+    for (size_t part = 0; part < mine.part_count; ++part)
+      if (overlap(out, mine.parts[part])) throw LeftToReference();
   }
 }
 
@@ -241,7 +265,7 @@ Call::Rows Call::look_at_rows() {
     const Announcement row = row_of(i);
     uint64_t* const counts = &mine.counts[i * mine.lengths];
     if (row.dtype() >= dtype_count || !row.counts(itemsizes[row.dtype()], bytes_max, counts)) return Rows::strange;
-    if (!is_expected(row)) return Rows::strange;
+    if (!is_expected(row) || (mine.outs && mine.outs[i].shape[0] != row.length(own_part()))) return Rows::strange;
     uint64_t all = 0;
     for (size_t part = 0; part < mine.lengths; ++part) all += counts[part];
     are_here = are_here && row.holds(all * itemsizes[row.dtype()]);
@@ -290,6 +314,9 @@ bool Call::make_announced_result() {
     mine.result = mine.value;
   } else if (!mine.all_announce) {
     mine.result = part_of(row_of(0), own_part());
+  } else if (mine.outs) {
+    fill_outs();
+    mine.result = mine.given_outs;
   } else {
     nb::object all = nb::steal(PyList_New(group_.size));
     if (!all.is_valid()) throw nb::python_error();

@@ -101,10 +101,47 @@ void Call::prepare_second_stage() {
     if (verb == Verb::scatter_v) shape[nd++] = row.length(rank);
     for (size_t d = 0; d < row.dims(); ++d) shape[nd++] = row.dim(d);
     mine.received = group_.arguments.make(mine.part_count == 0 ? mine.plain : mine.parts[0], shape, nd);
+  } else if (byte* const row = outs_in_a_row(); row != nullptr) {
+    target_ = row;
+    return;
   } else {
     mine.received = Arguments::make_memory(received * itemsize);
   }
   target_ = mine.received.data;
+}
+
+// Where the parts that come may go as they are: to `out=` if its arrays follow each other in memory, and none of them
+// has come in a row already.
+byte* Call::outs_in_a_row() const {
+  const Announced& mine = *announced_;
+  byte *begin = nullptr, *end = nullptr;
+  for (size_t i = 0; mine.outs && i < mine.rows; ++i) {
+    const Argument& out = mine.outs[i];
+    if (out.count == 0) continue;
+    if ((end != nullptr && out.data != end) || (mine.is_gathered && mine.counts[i] == 0)) return nullptr;
+    if (begin == nullptr) begin = out.data;
+    end = out.data + out.nbytes();
+  }
+  return begin;
+}
+
+// Copy what has come into the arrays of `out=`: from memory of the second stage, or from the rows.
+void Call::fill_outs() {
+  const Announced& mine = *announced_;
+  const byte* came = mine.received.data;
+  std::optional<GilReleased> released;
+  if (mine.is_second && mine.bytes >= gil_release_bytes) released.emplace();
+  for (size_t i = 0; i < mine.rows; ++i) {
+    const Argument& out = mine.outs[i];
+    if (out.count == 0) continue;
+    const Announcement row = row_of(i);
+    if (!mine.is_second || (mine.is_gathered && mine.counts[i] == 0)) {
+      std::memcpy(out.data, row.part(own_part(), itemsizes[out.dtype]).data(), out.nbytes());
+    } else {
+      std::memcpy(out.data, came, out.nbytes());
+      came += out.nbytes();
+    }
+  }
 }
 
 // What this rank sends: from where it lies, unless the program sends several parts in one message.
@@ -212,6 +249,10 @@ PyObject* Call::finish_second_stage() {
       if (!is_root) Py_RETURN_NONE;
       break;
     default: break;
+  }
+  if (mine.outs) {
+    if (mine.received.object.is_valid()) fill_outs();
+    return Py_NewRef(mine.given_outs.ptr());
   }
   return received_list().release().ptr();
 }

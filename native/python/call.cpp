@@ -739,8 +739,8 @@ nb::object Call::hand_over(const char* how, nb::object keeper, unsigned count) {
   const auto or_none = [](const nb::object& object) { return object.is_valid() ? object : nb::object(nb::none()); };
   nb::object result = or_none(result_.object);
   if (stage() != 0) result = nb::make_tuple(result, or_none(announced_->sent), or_none(announced_->received.object));
-  const nb::object memory =
-      nb::make_tuple(announced_ ? announced_parts() : object_of(x_), object_of(out_), result, keeper);
+  const nb::object out = announced_ && announced_->outs ? announced_->given_outs : object_of(out_);
+  const nb::object memory = nb::make_tuple(announced_ ? announced_parts() : object_of(x_), out, result, keeper);
   // Python runs the second stage, if it has not begun.
   const nb::object root = announced_ && stage() == 0 ? nb::object(nb::int_(root_)) : nb::none();
   const nb::object algorithm =

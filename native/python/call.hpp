@@ -140,6 +140,8 @@ struct Announced {
   size_t row_bytes = 0;
   std::unique_ptr<Argument[]> parts;  // the arrays of this rank
   size_t part_count = 0;
+  std::unique_ptr<Argument[]> outs;                    // where what comes is to go, by rank; none: to new memory
+  nb::object given_outs;                               // the user's list of them
   PyObject* algorithm = nullptr;                       // the name that was given; a decision keeps it
   std::vector<uint64_t> counts;                        // elements of all parts, by row
   nb::object value;                                    // what this rank gave instead of arrays
@@ -312,6 +314,9 @@ class Call : public ParsedCall {
   void announce_arrays(PyObject* x);
   void announce_objects(PyObject* x);
   void check_scattered() const;
+  void see_outs(PyObject* list);
+  engine::byte* outs_in_a_row() const;
+  void fill_outs();
   void find_announced_decision(const Given& given);
   Announcement own_row() const;
   Announcement row_of(size_t rank) const;

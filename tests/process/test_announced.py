@@ -97,6 +97,40 @@ def all_to_all_v(
     return verbs.all_to_all_v(parts), [part(source, comm.rank) for source in range(comm.size)]
 
 
+def memory_for(parts: list[np.ndarray[Any, Any]], *, is_row: bool) -> list[np.ndarray[Any, Any]]:
+    """`out=` for these parts: in a row, or each by itself."""
+    if not is_row:
+        return [np.full_like(part, 99) for part in parts]
+    whole = np.full_like(np.concatenate(parts), 99)
+    return np.split(whole, np.cumsum([len(part) for part in parts])[:-1])
+
+
+def into(verb: Verb, *, is_row: bool) -> Verb:
+    """The same verb with `out=`."""
+
+    class Filling:
+        """Its verbs wait for what is wanted, which tells the lengths that come."""
+
+        def __init__(self, verbs: Any) -> None:
+            self.verbs = verbs
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args: (
+                lambda wanted: getattr(self.verbs, name)(
+                    *args, out=None if wanted is None else memory_for(wanted, is_row=is_row)
+                )
+            )
+
+    def filling(
+        verbs: Any, comm: Communicator, dtype: str, length: int, width: int | None
+    ) -> tuple[Any, Any]:
+        call, wanted = verb(Filling(verbs), comm, dtype, length, width)
+        return call(wanted), wanted
+
+    filling.__name__ = f"{verb.__name__} into {'a row' if is_row else 'lists'}"
+    return filling
+
+
 def value(rank: int, length: int) -> dict[str, Any]:
     return {"rank": rank, "text": "x" * length, "more": [1, None, 2.5, (rank, b"y" * rank)]}
 
@@ -143,7 +177,19 @@ def all_reduce_object(verbs: Any, comm: Communicator, _: str, length: int, __: i
     return verbs.all_reduce_object(value(comm.rank, length), joined), wanted
 
 
-ARRAYS: tuple[Verb, ...] = (all_gather_v, gather_v, scatter, scatter_out, scatter_v, all_to_all_v)
+ARRAYS: tuple[Verb, ...] = (
+    all_gather_v,
+    gather_v,
+    scatter,
+    scatter_out,
+    scatter_v,
+    all_to_all_v,
+    *(
+        into(verb, is_row=is_row)
+        for verb in (all_gather_v, gather_v, all_to_all_v)
+        for is_row in (True, False)
+    ),
+)
 OBJECTS: tuple[Verb, ...] = (
     all_gather_object,
     gather_object,
@@ -157,7 +203,7 @@ OBJECTS: tuple[Verb, ...] = (
 def cases(size: int) -> list[tuple[Verb, str, int, int | None]]:
     made: list[tuple[Verb, str, int, int | None]] = []
     for verb, dtype, width in itertools.product(ARRAYS, DTYPES, (None, 3)):
-        parts = 1 if verb in (all_gather_v, gather_v) else size
+        parts = 1 if "gather_v" in verb.__name__ else size
         made += [(verb, dtype, length, width) for length in lengths_around_rows(size, dtype, width, parts)]
     made += [
         (verb, "uint8", length, None) for verb in OBJECTS for length in (0, 300, 1900, 2100, 9000, 70_001)
@@ -192,6 +238,53 @@ def test_every_verb_gives_what_numpy_says(world: MakeWorld, kind: str, size: int
         return notes
 
     assert found(comms, program) == []
+
+
+@every_kind
+def test_memory_of_other_lengths_than_come_is_refused_and_the_others_are_not_held_up(
+    world: MakeWorld, kind: str
+) -> None:
+    comms = world(3, kind)
+
+    def program(comm: Communicator) -> list[str]:
+        texts = []
+        for count in (5, 70_001):
+            out = [np.zeros(count + (comm.rank == 1 and rank == 2)) for rank in range(3)]
+            try:
+                comm.all_gather_v(array("float64", count, comm.rank), out=out)
+                texts.append("")
+            except UsageError as error:
+                texts.append(str(error).partition(";")[0])
+            comm.barrier()
+        return texts
+
+    assert run_each(program, comms) == [["", ""], ["out[2] has 6 rows", "out[2] has 70002 rows"], ["", ""]]
+
+
+@every_kind
+def test_memory_that_cannot_be_filled_is_refused_before_anything_is_sent(world: MakeWorld, kind: str) -> None:
+    comms = world(2, kind)
+    whole = np.zeros(10)
+    refused: list[tuple[Any, str]] = [
+        ([np.zeros(5)], "list of length 2"),
+        ([np.zeros(5), np.zeros(5, np.float32)], r"out\[1\] is float32"),
+        ([np.zeros((5, 1)), np.zeros(5)], r"out\[0\] is float64 of shape \(5, 1\)"),
+        ([np.zeros(5), 3.0], r"out\[1\]"),
+        ([whole[:5], whole[3:8]], r"out\[1\] overlaps"),
+    ]
+
+    def program(comm: Communicator) -> None:
+        x = whole[5:]
+        for out, text in refused:
+            with pytest.raises(UsageError, match=text):
+                comm.all_gather_v(x, out=out)
+            with pytest.raises(UsageError, match=text):
+                comm.all_to_all_v([x, x], out=out)
+            with pytest.raises(UsageError, match=text):
+                comm.start.gather_v(x, comm.rank, out=out)
+        comm.barrier()
+
+    run_each(program, comms)
 
 
 @every_kind
@@ -521,5 +614,5 @@ def test_rows_come_back_as_they_were_written() -> None:
 
 
 def test_the_verbs_are_those_of_the_reference() -> None:
-    names = {verb.__name__.removesuffix("_out") for verb in (*ARRAYS, *OBJECTS)}
+    names = {verb.__name__.partition(" ")[0].removesuffix("_out") for verb in (*ARRAYS, *OBJECTS)}
     assert names == set(vector_collectives.ANNOUNCED)

@@ -24,7 +24,9 @@ from unisono.comm.point_to_point import receivable, received
 from unisono.comm.split import ROW_OPERAND
 from unisono.comm.splitter import Splitter
 from unisono.comm.vector_collectives import (
+    LISTED,
     STRAIGHT,
+    Outs,
     announced_operand,
     as_list,
     family_number,
@@ -265,7 +267,9 @@ class Adoption:
             given, out, result, _ = memory
             # The first stage of a call is over, or nothing is left but to look at what it gave.
             parts = None if given is None else [buffers.view(x, "x") for x in given]
-            filled = None if out is None else receivable(out, "out")
+            filled = None
+            if out is not None:
+                filled = Outs.of(out) if operation in LISTED else receivable(out, "out")
             size = group.backend.size
             rows = rows_here(operation, size, group.backend.rank == root)
             nbytes = row_bytes(size, lengths_of(operation, size)) * rows

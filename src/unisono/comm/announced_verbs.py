@@ -13,7 +13,7 @@ from unisono.comm.argument_checks import by_rank, check_algorithm, checked_out, 
 from unisono.comm.dispatch import CollectiveCall
 from unisono.comm.object_payload import packed
 from unisono.comm.point_to_point import Messages, receivable
-from unisono.comm.vector_collectives import run_announced
+from unisono.comm.vector_collectives import Outs, run_announced
 from unisono.core.buffers import Array
 from unisono.core.call import Call, LocalError, Steps
 from unisono.core.work import Work
@@ -53,16 +53,28 @@ class AnnouncedVerbs(Messages):
     # -- vector variants: lists of arrays by rank ---------------------------------------------------------
 
     def all_gather_v(
-        self, x: Any, *, timeout: float | None = None, algorithm: str = "auto"
-    ) -> Work[list[Any]]:
+        self,
+        x: Any,
+        *,
+        out: Sequence[Any] | None = None,
+        timeout: float | None = None,
+        algorithm: str = "auto",
+    ) -> Work[Any]:
         """Gather the `x` of all ranks on every rank, as a list by rank. Axis 0 may differ."""
         array = rows(x, "x")
         check_algorithm("all_gather", algorithm)
-        return self._announced("all_gather_v", [array], timeout, algorithm)
+        outs = self._outs(out, [array])
+        return self._announced("all_gather_v", [array], timeout, algorithm, out=outs)
 
     def gather_v(
-        self, x: Any, root: int = 0, *, timeout: float | None = None, algorithm: str = "auto"
-    ) -> Work[list[Any] | None]:
+        self,
+        x: Any,
+        root: int = 0,
+        *,
+        out: Sequence[Any] | None = None,
+        timeout: float | None = None,
+        algorithm: str = "auto",
+    ) -> Work[Any]:
         """Gather the `x` of all ranks on `root`, as a list by rank; else None. Axis 0 may differ.
 
         `algorithm` is for arrays that are short; longer ones go straight to root. Ranks other than root do
@@ -71,7 +83,8 @@ class AnnouncedVerbs(Messages):
         array = rows(x, "x")
         root = self._rank_of(root, "root")
         check_algorithm("gather", algorithm)
-        return self._announced("gather_v", [array], timeout, algorithm, root=root)
+        outs = self._outs(out, [array]) if self._rank == root else None
+        return self._announced("gather_v", [array], timeout, algorithm, root=root, out=outs)
 
     def scatter_v(
         self,
@@ -97,15 +110,21 @@ class AnnouncedVerbs(Messages):
         return self._announced("scatter_v", arrays, timeout, algorithm, root=root, out=filled)
 
     def all_to_all_v(
-        self, parts: Sequence[Any], *, timeout: float | None = None, algorithm: str = "auto"
-    ) -> Work[list[Any]]:
+        self,
+        parts: Sequence[Any],
+        *,
+        out: Sequence[Any] | None = None,
+        timeout: float | None = None,
+        algorithm: str = "auto",
+    ) -> Work[Any]:
         """Send `parts[d]` to each rank d; `result[s]` is what rank s sent to this rank.
 
         The arrays may differ in the length of axis 0 only, which may be 0.
         """
         arrays = parts_by_rank(parts, self._size)
         check_algorithm("all_to_all", algorithm, is_uneven=True)
-        return self._announced("all_to_all_v", arrays, timeout, algorithm)
+        outs = self._outs(out, arrays)
+        return self._announced("all_to_all_v", arrays, timeout, algorithm, out=outs)
 
     # -- objects: plain data, arrays and registered classes -----------------------------------------------
 
@@ -201,7 +220,7 @@ class AnnouncedVerbs(Messages):
         algorithm: str = "auto",
         *,
         root: int = 0,
-        out: Array | None = None,
+        out: Array | Outs | None = None,
     ) -> Work[Any]:
         """A collective whose ranks do not know each other's lengths."""
 
@@ -210,6 +229,27 @@ class AnnouncedVerbs(Messages):
             return (yield from run_announced(verb, one, self._group, parts, root=root, out=out))
 
         return self._begin(verb, timeout, steps, is_collective=True)
+
+    def _outs(self, out: Any, given: list[Array]) -> Outs | None:
+        """Where the parts that come are to go, by rank."""
+        if out is None:
+            return None
+        if isinstance(out, str | bytes) or not isinstance(out, Sequence) or len(out) != self._size:
+            raise UsageError(
+                f"out must be a list of length {self._size}: one array per rank",
+                next_step="pass a list of that many arrays, of the lengths that come",
+            )
+        outs = Outs.of(out)
+        kind = given[0]
+        for i, array in enumerate(outs.arrays):
+            if array.dtype is not kind.dtype or array.shape[1:] != kind.shape[1:]:
+                raise UsageError(
+                    f"out[{i}] is {array.dtype} of shape {array.shape}; allowed: {kind.dtype} of shape "
+                    f"(*, {', '.join(map(str, kind.shape[1:]))})"
+                )
+            if any(array.overlaps(part) for part in given):
+                raise UsageError(f"out[{i}] overlaps what is sent; allowed: separate memory")
+        return outs
 
     @property
     def _has_library(self) -> bool:

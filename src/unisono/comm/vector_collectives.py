@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from unisono.comm.object_payload import unpacked
 from unisono.comm.verb_table import Fact, verbs_with
 from unisono.core import buffers
 from unisono.core.buffers import Array, Family
-from unisono.core.call import Steps
+from unisono.core.call import LocalError, Steps
 from unisono.core.dtypes import DTYPES, DType
 from unisono.core.kernels import divide, narrow, widen
 from unisono.core.ops import ReduceOp
@@ -31,7 +31,9 @@ from unisono.errors import CollectiveMismatch, UsageError
 from unisono.plans.steps import Buf
 
 __all__ = [
+    "LISTED",
     "STRAIGHT",
+    "Outs",
     "all_reduce_fused",
     "announced_operand",
     "as_list",
@@ -52,6 +54,42 @@ _PER_RANK: Final = verbs_with(Fact.PER_RANK)
 _OBJECTS: Final = verbs_with(Fact.OBJECTS)
 # By which the second stage of a `gather_v` moves what was not in the rows: every rank sends to root.
 STRAIGHT: Final = "flat"
+# Verbs that give a list of arrays by rank; so is their `out=`.
+LISTED: Final = (_EXCHANGED | _GATHERED) - _OBJECTS
+
+
+class Outs(NamedTuple):
+    """`out=` of a verb that gives a list: arrays by rank."""
+
+    given: Any  # the user's list
+    arrays: list[Array]
+
+    @classmethod
+    def of(cls, given: Any) -> Outs:
+        """Those of a list.
+
+        Raises:
+            UsageError: one of them cannot be written to.
+        """
+        arrays = [buffers.view(each, f"out[{i}]", writable=True) for i, each in enumerate(given)]
+        for i, array in enumerate(arrays):
+            if array.is_value or not array.shape:
+                raise UsageError(f"out[{i}] is no array with an axis 0; allowed: writable arrays")
+        return cls(given, arrays)
+
+    def filled(self, flat: Flat, lengths: list[int]) -> list[Any]:
+        """The user's list, with what came in its arrays; lengths that do not fit concern this rank alone."""
+        for rank, (array, length) in enumerate(zip(self.arrays, lengths, strict=True)):
+            if array.shape[0] != length:
+                raise LocalError from UsageError(
+                    f"out[{rank}] has {array.shape[0]} rows; rank {rank} sent {length}",
+                    next_step="give arrays of the lengths that come, or leave out= out",
+                )
+        start = 0
+        for array in self.arrays:
+            array.flat[:] = flat[start : start + array.count]
+            start += array.count
+        return self.given  # type: ignore[no-any-return]
 
 
 def lengths_of(verb: str, size: int) -> int:
@@ -94,7 +132,7 @@ def run_announced(
     parts: list[Array] | None,
     *,
     root: int = 0,
-    out: Array | None = None,
+    out: Array | Outs | None = None,
 ) -> Steps[Any]:
     """Run both stages. `parts` is what this rank announces, None if it does not."""
     size = group.backend.size
@@ -134,7 +172,7 @@ def finish(
     parts: list[Array] | None,
     *,
     root: int,
-    out: Array | None,
+    out: Array | Outs | None,
 ) -> Steps[Any]:
     """Run the second stage, if there is one, and make the result of a verb from the rows of the first."""
     size = group.backend.size
@@ -146,22 +184,23 @@ def finish(
     if said and rows_collective(verb) != "broadcast":
         assert parts is not None, "every rank announces"
         _check_alike(group, said)
+    outs, out = (out, None) if isinstance(out, Outs) else (None, out)
     match verb:
         case "all_gather_v":
             assert parts is not None
-            return (yield from _all_gather(one, said, parts[0]))
+            return (yield from _all_gather(one, said, parts[0], outs))
         case "all_gather_object" | "all_reduce_object":  # of the second, every rank folds what it gets
             assert parts is not None
             return [unpacked(each) for each in (yield from _all_gather(one, said, parts[0]))]
         case "gather_v" | "gather_object":
             assert parts is not None
-            gathered = yield from _gather(one, group, said, parts[0], root)
+            gathered = yield from _gather(one, group, said, parts[0], root, outs)
             return (
                 gathered if gathered is None or verb == "gather_v" else [unpacked(each) for each in gathered]
             )
         case "all_to_all_v":
             assert parts is not None
-            return (yield from _all_to_all(one, group, said, parts))
+            return (yield from _all_to_all(one, group, said, parts, outs))
         case "all_to_all_object":
             assert parts is not None
             return [unpacked(each) for each in (yield from _all_to_all(one, group, said, parts))]
@@ -176,7 +215,9 @@ def finish(
             return None if parts is not None else unpacked(data)
 
 
-def _all_gather(one: CollectiveCall, said: list[Announcement], array: Array) -> Steps[list[Any]]:
+def _all_gather(
+    one: CollectiveCall, said: list[Announcement], array: Array, outs: Outs | None = None
+) -> Steps[list[Any]]:
     """Everyone's array to everyone."""
     if all(each.elements is not None for each in said):
         flat = np.concatenate([each.part(0) for each in said])
@@ -184,11 +225,16 @@ def _all_gather(one: CollectiveCall, said: list[Announcement], array: Array) -> 
         counts = tuple(each.counts[0] for each in said)
         flat = buffers.empty(sum(counts), array.dtype)
         yield from one.run("all_gather", counts, array.dtype, {Buf.IN: array.flat, Buf.OUT: flat})
-    return _listed(flat, [each.lengths[0] for each in said], said[0], array.family)
+    return _listed(flat, [each.lengths[0] for each in said], said[0], array.family, outs)
 
 
 def _gather(
-    one: CollectiveCall, group: Group, said: list[Announcement], array: Array, root: int
+    one: CollectiveCall,
+    group: Group,
+    said: list[Announcement],
+    array: Array,
+    root: int,
+    outs: Outs | None = None,
 ) -> Steps[list[Any] | None]:
     """Everyone's array to root, which knows all lengths; the others know their own only."""
     size, rank = group.backend.size, group.backend.rank
@@ -214,11 +260,15 @@ def _gather(
         for r, each in enumerate(said)
     ]
     lengths = [each.lengths[0] for each in said]
-    return _listed(np.concatenate(whole), lengths, said[0], array.family)
+    return _listed(np.concatenate(whole), lengths, said[0], array.family, outs)
 
 
 def _all_to_all(
-    one: CollectiveCall, group: Group, said: list[Announcement], parts: list[Array]
+    one: CollectiveCall,
+    group: Group,
+    said: list[Announcement],
+    parts: list[Array],
+    outs: Outs | None = None,
 ) -> Steps[list[Any]]:
     """Everyone's list of arrays, one to each."""
     size, rank, dtype = group.backend.size, group.backend.rank, said[0].dtype
@@ -229,7 +279,7 @@ def _all_to_all(
         flat = buffers.empty(sum(counts[rank::size]), dtype)
         given = np.concatenate([part.flat for part in parts])
         yield from one.run("all_to_all", counts, dtype, {Buf.IN: given, Buf.OUT: flat})
-    return _listed(flat, [each.lengths[rank] for each in said], said[0], parts[0].family)
+    return _listed(flat, [each.lengths[rank] for each in said], said[0], parts[0].family, outs)
 
 
 def _scatter(
@@ -322,7 +372,11 @@ def _check_alike(group: Group, said: list[Announcement]) -> None:
             )
 
 
-def _listed(flat: Flat, lengths: list[int], said: Announcement, family: Family) -> list[Any]:
+def _listed(
+    flat: Flat, lengths: list[int], said: Announcement, family: Family, outs: Outs | None
+) -> list[Any]:
+    if outs is not None:
+        return outs.filled(flat, lengths)
     return as_list(flat, lengths, said.shape, said.dtype, family)
 
 

@@ -50,6 +50,20 @@ _OWN: Final = {
     ("scatter_v", "parts"): "on root an array for each rank; axis 0 may differ and be 0. Elsewhere None.",
     ("gather", "out"): "on root memory for the result; elsewhere it is not looked at.",
     ("reduce", "out"): "on root memory for the result; elsewhere it is not looked at.",
+    (
+        "all_gather_v",
+        "out",
+    ): "a list of arrays by rank, of the lengths that come; it is returned. Arrays that follow "
+    "each other in memory are filled where they lie.",
+    (
+        "gather_v",
+        "out",
+    ): "on root a list of arrays by rank, of the lengths that come; elsewhere it is not looked at.",
+    (
+        "all_to_all_v",
+        "out",
+    ): "a list of arrays by rank, of the lengths that come; it is returned. Arrays that follow "
+    "each other in memory are filled where they lie.",
     ("all_reduce_object", "obj"): "an object as `send_object` takes it; it is left as it is.",
     ("recv", "tag"): "the tag, or ANY.",
     ("recv_bytes", "tag"): "the tag, or ANY.",
