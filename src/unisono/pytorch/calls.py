@@ -61,38 +61,22 @@ class Calls:
         finish: Finish | None,
         *args: Any,
         **named: Any,
-    ) -> dist.Work:
-        """Start a collective, or run it if the caller waits at once."""
-        if opts.asyncOp:
-            return self.start(verb, opts, outputs, finish, *args, **named)
+    ) -> Any:
+        """Start a collective, or run it if the caller waits at once: a work of torch."""
+        is_started = opts.asyncOp
         try:
             stream = self._stream if not self._serving else self._stream_here()
+            verbs = stream.start if is_started else stream.comm
             with record_function(f"unisono:{verb}") if _profiler_enabled() else _UNSEEN:
-                result = getattr(stream.comm, verb)(*args, **named, timeout=self._limit_s(opts))
-            if finish is not None:
+                result = getattr(verbs, verb)(*args, **named, timeout=self._limit_s(opts))
+            if finish is not None and not is_started:
                 finish(result)
         except UnisonoError as error:
             raise self.failed(error, verb, call_site()) from error
-        return DONE
-
-    def start(
-        self,
-        verb: str,
-        opts: Any,
-        outputs: Sequence[Tensor],
-        finish: Finish | None,
-        *args: Any,
-        **named: Any,
-    ) -> Started:
-        """Start a collective."""
-        try:
-            stream = self._stream if not self._serving else self._stream_here()
-            with record_function(f"unisono:{verb}") if _profiler_enabled() else _UNSEEN:
-                started = getattr(stream.start, verb)(*args, **named, timeout=self._limit_s(opts))
-        except UnisonoError as error:
-            raise self.failed(error, verb, call_site()) from error
+        if not is_started:
+            return DONE
         return self.kept(
-            Started(self, stream, verb, started, outputs, None if finish is None else Once(finish))
+            Started(self, stream, verb, result, outputs, None if finish is None else Once(finish))
         )
 
     def message(self, verb: str, tensors: Sequence[Tensor], finish: Once | None, *args: Any) -> dist.Work:

@@ -36,18 +36,22 @@ from unisono.pytorch.calls import Calls, Finish
 from unisono.pytorch.errors import backend_error
 from unisono.pytorch.identity import Identity
 from unisono.pytorch.monitored_barrier import MonitoredBarrier
-from unisono.pytorch.reductions import (
-    OPS,
-    check_same,
-    check_sparse,
-    divided,
-    is_divided,
-    is_mean,
-    op_of,
-    scaled,
-)
+from unisono.pytorch.reductions import OPS, divided, is_divided, op_of, scaled
 from unisono.pytorch.rendezvous import join_world
-from unisono.pytorch.tensors import CopyBack, apart, in_a_row, is_plain, joined, readable, target, updatable
+from unisono.pytorch.sparse import all_reduce_sparse
+from unisono.pytorch.tensors import (
+    CopyBack,
+    apart,
+    apart_from,
+    cut,
+    in_a_row,
+    is_plain,
+    joined,
+    readable,
+    target,
+    targets,
+    updatable,
+)
 from unisono.pytorch.work import DONE, Once, Several
 
 __all__ = ["ProcessGroup"]
@@ -103,7 +107,7 @@ class ProcessGroup(Identity):
             if name is not None:
                 return self._calls.run("all_reduce", opts, tensors, None, tensor, name)
         if tensor.is_sparse:
-            return self._allreduce_sparse(tensor, opts)
+            return all_reduce_sparse(self._calls, tensor, opts)
         with self._calls.errors("all_reduce"):
             name = op_of(opts.reduceOp, tensor.dtype)
             memory, finish = self._to_reduce(tensor, opts.reduceOp)
@@ -213,7 +217,9 @@ class ProcessGroup(Identity):
                 raise _wrong_length(outs[self._rank].numel(), tensor.numel())
             x = readable(tensor).view(-1)
         if len({out.numel() for out in outs}) > 1:
-            return self._calls.run("all_gather_v", opts, outs, lambda parts: _fill(outs, parts), x)
+            taken, back = targets(outs)
+            (x,) = apart_from([x], taken)
+            return self._calls.run("all_gather_v", opts, outs, _then(back), x, out=taken)
         out = in_a_row(outs)
         if out is None:
             return self._calls.run("all_gather", opts, outs, lambda parts: _fill(outs, parts), x)
@@ -271,10 +277,10 @@ class ProcessGroup(Identity):
         return self._calls.run("gather", opts, outs, None, x, root, out=out.view(self._size, -1))
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
-        """`dist.scatter`."""
+        """`dist.scatter`: root's tensors are sent from where they lie."""
         opts = opts if opts is not None else ScatterOptions()
         (output,) = outputs
-        root, x = opts.rootRank, None
+        root, parts = opts.rootRank, None
         with self._calls.errors("scatter"):
             if root == self._rank:
                 self._check_list(inputs[0])
@@ -282,10 +288,11 @@ class ProcessGroup(Identity):
                     raise UsageError(
                         f"inputs of other lengths than the output; allowed: {output.numel()} elements"
                     )
-                x = joined(inputs[0]).view(self._size, -1)
             out, back = target(output)
-            x = x if x is None else apart(x, out, self._rank)
-        return self._calls.run("scatter", opts, outputs, _then(back), x, root, out=out.view(-1))
+            out = out.view(-1)
+            if root == self._rank:
+                parts = apart_from([readable(part).view(-1) for part in inputs[0]], [out])
+        return self._calls.run("scatter_v", opts, outputs, _then(back), parts, root, out=out)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         """`dist.all_to_all`: lists by rank, whose tensors may differ in length."""
@@ -293,8 +300,9 @@ class ProcessGroup(Identity):
         with self._calls.errors("all_to_all"):
             self._check_list(inputs)
             self._check_list(outputs)
-            parts = [readable(part).view(-1) for part in inputs]
-        return self._calls.run("all_to_all_v", opts, outputs, lambda got: _fill(outputs, got), parts)
+            taken, back = targets(outputs)
+            parts = apart_from([readable(part).view(-1) for part in inputs], taken)
+        return self._calls.run("all_to_all_v", opts, outputs, _then(back), parts, out=taken)
 
     def all_to_all_single(
         self,
@@ -308,10 +316,11 @@ class ProcessGroup(Identity):
         opts = opts if opts is not None else AllToAllOptions()
         if output_splits or input_splits:
             with self._calls.errors("all_to_all"):
-                given = _rows(input, input_splits, self._size)
-                taken = _rows(output, output_splits, self._size)
-                parts = [readable(part).view(-1) for part in given]
-            return self._calls.run("all_to_all_v", opts, [output], lambda got: _fill(taken, got), parts)
+                out, back = target(output)
+                x = apart(readable(input), out)
+                parts = cut(x, _rows(input, input_splits, self._size))
+                taken = cut(out, _rows(output, output_splits, self._size))
+            return self._calls.run("all_to_all_v", opts, [output], _then(back), parts, out=taken)
         with self._calls.errors("all_to_all"):
             out, back = target(output)
             x = apart(readable(input), out)
@@ -401,44 +410,6 @@ class ProcessGroup(Identity):
 
         return memory, finish
 
-    def _allreduce_sparse(self, tensor: Tensor, opts: Any) -> dist.Work:
-        """Gather the entries of all ranks, and add them up here."""
-        with self._calls.errors("all_reduce"):
-            check_sparse(opts.reduceOp)
-            entries = tensor.detach().coalesce()
-            indices, values = readable(entries.indices().t()), readable(entries.values())
-            mine = torch.tensor([opts.reduceOp.op.value, *tensor.shape], device=tensor.device)
-        gathered: dict[str, list[Tensor]] = {}
-
-        def finish(_: object) -> None:
-            check_same(gathered["calls"])
-            whole = torch.sparse_coo_tensor(
-                torch.cat(gathered["indices"]).t(),
-                torch.cat(gathered["values"]),
-                tensor.shape,
-                check_invariants=False,  # each rank's tensor had them
-            ).coalesce()
-            if is_mean(opts.reduceOp):
-                whole = whole / self._size
-            with torch.no_grad():  # not through detach(): a sparse tensor does not share its entries
-                tensor.copy_(whole)
-
-        work = Several(
-            self._calls,
-            [
-                self._calls.start("all_gather", opts, [], lambda got: gathered.update(calls=got), mine),
-                self._calls.start(
-                    "all_gather_v", opts, [tensor], lambda got: gathered.update(indices=got), indices
-                ),
-                self._calls.start("all_gather_v", opts, [], lambda got: gathered.update(values=got), values),
-            ],
-            Once(finish),
-        )
-        if opts.asyncOp:
-            return self._calls.kept(work)
-        work.wait()
-        return DONE
-
     def _check_list(self, tensors: Sequence[Tensor]) -> None:
         if len(tensors) != self._size:
             raise UsageError(f"a list of {len(tensors)} tensors; allowed: one per rank, {self._size}")
@@ -517,12 +488,11 @@ def _received(memory: Tensor, back: CopyBack | None) -> Once:
     return Once(finish, is_owed=back is not None)
 
 
-def _rows(tensor: Tensor, splits: Sequence[int], size: int) -> list[Tensor]:
-    """The parts of dimension 0, by rank."""
+def _rows(tensor: Tensor, splits: Sequence[int], size: int) -> list[int]:
+    """The lengths that cut dimension 0, by rank."""
     if tensor.dim() == 0:
         raise UsageError(f"a tensor of shape {tuple(tensor.shape)}; allowed: one with a dimension 0")
-    if not splits:
-        splits = [tensor.shape[0] // size] * size
-    if len(splits) != size or sum(splits) != tensor.shape[0]:
-        raise UsageError(f"splits {list(splits)}; allowed: {size} lengths of {tensor.shape[0]} together")
-    return list(tensor.split(list(splits)))
+    rows = list(splits) or [tensor.shape[0] // size] * size
+    if len(rows) != size or sum(rows) != tensor.shape[0]:
+        raise UsageError(f"splits {rows}; allowed: {size} lengths of {tensor.shape[0]} together")
+    return rows

@@ -9,9 +9,9 @@ from torch.distributed import ReduceOp
 
 from unisono.core.dtypes import DTYPES, Kind
 from unisono.core.ops import DIVIDED_SUM, SCALED_SUM, OpLike
-from unisono.errors import CollectiveMismatch, UsageError
+from unisono.errors import UsageError
 
-__all__ = ["OPS", "check_same", "check_sparse", "divided", "is_divided", "is_mean", "op_of", "scaled"]
+__all__ = ["OPS", "divided", "is_divided", "is_mean", "op_of", "scaled"]
 
 _RED = ReduceOp.RedOpType
 _BITS: Final = {_RED.BAND: "band", _RED.BOR: "bor", _RED.BXOR: "bxor"}
@@ -81,35 +81,6 @@ def is_divided(op: Any, dtype: torch.dtype) -> bool:
 def scaled(op: Any, tensor: torch.Tensor) -> torch.Tensor:
     """What a rank contributes: a product in new memory for PREMUL_SUM, else the tensor itself."""
     return (tensor * op.factor).to(tensor.dtype) if op.op.value == _PREMUL_SUM else tensor
-
-
-def check_sparse(op: Any) -> None:
-    """Refuse operations on sparse tensors that are no sums.
-
-    Raises:
-        UsageError: it is none.
-    """
-    if op.op.value not in (_RED.SUM.value, _AVG):
-        raise UsageError(f"ReduceOp.{op.op.name} of sparse tensors; allowed: SUM, AVG")
-
-
-def check_same(calls: torch.Tensor) -> None:
-    """Compare sums of sparse tensors: the operation and the shape of each rank, in rows.
-
-    Raises:
-        CollectiveMismatch: they differ.
-    """
-    if bool((calls == calls[0]).all()):
-        return
-    names = {code.value: name for name, code in _RED.__members__.items()}
-    rows = [(names[row[0]], row[1:]) for row in calls.tolist()]
-    other = next(rank for rank, row in enumerate(rows) if row != rows[0])
-    ways, shapes = zip(rows[0], rows[other], strict=True)
-    what, pair = ("op", ways) if ways[0] != ways[1] else ("shape", shapes)
-    raise CollectiveMismatch(
-        f"ranks 0 and {other} of the group called all_reduce of different sparse tensors: "
-        f"{what}: {pair[0]} against {pair[1]}"
-    )
 
 
 def divided(tensor: torch.Tensor, size: int) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
+from unisono.core import buffers
 from unisono.core.dtypes import DTYPES
 from unisono.errors import UsageError
 
@@ -21,11 +22,14 @@ __all__ = [
     "TYPES",
     "CopyBack",
     "apart",
+    "apart_from",
+    "cut",
     "in_a_row",
     "is_plain",
     "joined",
     "readable",
     "target",
+    "targets",
     "updatable",
 ]
 
@@ -74,10 +78,29 @@ def target(tensor: Tensor) -> tuple[Tensor, CopyBack | None]:
     return _as_typed(memory), lambda: own.copy_(memory)
 
 
+def targets(tensors: Sequence[Tensor]) -> tuple[list[Tensor], CopyBack | None]:
+    """The same of several tensors, flat."""
+    pairs = [target(tensor) for tensor in tensors]
+    backs = [back for _, back in pairs if back is not None]
+    return [memory.view(-1) for memory, _ in pairs], None if not backs else lambda: [back() for back in backs]
+
+
+def cut(memory: Tensor, rows: Sequence[int]) -> list[Tensor]:
+    """Parts of a contiguous tensor, flat: `rows` are their lengths along dimension 0."""
+    flat, all_rows = memory.view(-1), sum(rows)
+    return list(flat.split([flat.numel() // all_rows * n if all_rows else 0 for n in rows]))
+
+
 def joined(tensors: Sequence[Tensor]) -> Tensor:
     """The elements of all of them in a row: their own memory if they lie in a row, else a copy."""
     own = in_a_row(tensors)
-    return own if own is not None else torch.cat([readable(tensor).reshape(-1) for tensor in tensors])
+    if own is not None:
+        return own
+    parts = [readable(tensor).reshape(-1) for tensor in tensors]
+    nbytes = sum(part.nbytes for part in parts)
+    # Memory that is used again: the system clears new pages, which takes longer than the copy.
+    memory = torch.from_numpy(buffers.empty(nbytes, DTYPES["uint8"])).view(parts[0].dtype)
+    return torch.cat(parts, out=memory)
 
 
 def in_a_row(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -113,6 +136,12 @@ def apart(x: Tensor, out: Tensor, slot: int | None = None) -> Tensor:
     begin, other = x.data_ptr(), out.data_ptr()
     is_shared = begin < other + out.nbytes and other < begin + x.nbytes
     return x.clone() if is_shared else x
+
+
+def apart_from(parts: Sequence[Tensor], outs: Sequence[Tensor]) -> list[Tensor]:
+    """What to read in place of `parts` while `outs` are written."""
+    written = {out.untyped_storage().data_ptr() for out in outs if out.numel()}
+    return [part.clone() if part.untyped_storage().data_ptr() in written else part for part in parts]
 
 
 def _detached(tensor: Tensor) -> Tensor:
