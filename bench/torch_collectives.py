@@ -1,7 +1,7 @@
 """torch.distributed's calls on Gloo and on unisono: two groups of the same processes, in alternating turns.
 
-    python bench/torch_collectives.py [-n 2,4] [--sizes 8,64Ki,16Mi] [--only all_reduce] [--rounds 7]
-                                      [--turn 0.1] [--quick] [--keep measured.json] [--plot chart.png]
+    python bench/torch_collectives.py [-n 2,4] [--sizes 8,64Ki,16Mi] [--only "gather;scatter"] [--rounds 7]
+                                      [--turn 0.1] [--quick] [--keep torch.json [--again]] [--seconds 100]
 
 Each call as a user writes it: blocking, started and waited for, started and waited for by its future; to and
 fro between two ranks; single tensors, lists of chunks of one tensor ("row"), lists of tensors of their own;
@@ -9,31 +9,28 @@ uneven splits; several as one (coalesced). The size is that of the tensor that a
 it gets. Both results are compared before anything is measured. A ratio is Gloo's time over ours, round by
 round: the median, and the least and the most.
 
-`--keep` adds the results to those of earlier runs in a file, and `--plot` draws all of them: a long table can
-be measured in parts.
+With `--keep` the figures go into a file, and cases that are in it are not measured again; `--seconds` ends
+the run. So a long table is measured in short slices, and torch_page.py makes the page of the file.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch_groups import GLOO, OURS, STYLES, compete, ratios, run_ranks, save
+from torch_figures import Call, Seconds, Slice, add_arguments
+from torch_groups import GLOO, OURS, agreed, compete, ratios, run_ranks
 
 SIZES = "8,1Ki,16Ki,64Ki,1Mi,4Mi,16Mi,64Mi"
 QUICK_SIZES = "8,64Ki,4Mi"
 TIMES_MAX = 2000
 UNITS = {"Ki": 10, "Mi": 20}
 
-# By call and size: seconds of each backend.
-Cases = dict[tuple[str, int], dict[str, list[float]]]
 # group, rank, ranks, elements -> the call, and the tensors that it writes
 Form = Callable[[Any, int, int, int], tuple[Callable[[], Any], list[Tensor]]]
 
@@ -211,59 +208,53 @@ FORMS: dict[str, Form] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("-n", default=None, help="numbers of ranks (2,4)")
+    add_arguments(parser)
     parser.add_argument("--sizes", default=None, help=f"bytes ({SIZES})")
     parser.add_argument("--only", default="", help="calls whose name begins so, separated by semicolons")
-    parser.add_argument("--rounds", type=int, default=None, help="turns of each (7)")
-    parser.add_argument("--quick", action="store_true", help="two ranks, three sizes, three rounds")
-    parser.add_argument("--turn", type=float, default=None, help="seconds of a turn (0.1)")
-    parser.add_argument("--keep", type=Path, help="add the results to this file")
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--quick", action="store_true", help="two ranks, three sizes, three short rounds")
     args = parser.parse_args()
     numbers = [int(n) for n in (args.n or ("2" if args.quick else "2,4")).split(",")]
     sizes = [as_bytes(size) for size in (args.sizes or (QUICK_SIZES if args.quick else SIZES)).split(",")]
     rounds = args.rounds or (3 if args.quick else 7)
     turn_s = args.turn or (0.02 if args.quick else 0.1)
-    measured = {}
+    forms = [form for form in FORMS if form.startswith(tuple(args.only.split(";")))]
+    here = Slice(args, "torch_collectives.py")
     for ranks in numbers:
-        print(f"{ranks} ranks; us per call, median; gloo / unisono: median (least to most)", flush=True)
-        measured[ranks] = run_ranks(rank, ranks, sizes, args.only, rounds, turn_s)
-    if args.keep:
-        measured = kept(args.keep, measured)
-    if args.plot:
-        draw(measured, args.plot)
-
-
-def kept(path: Path, measured: dict[int, Cases]) -> dict[int, Cases]:
-    """The results of this run with those of earlier ones, which a file keeps."""
-    rows = {(n, *case): s for n, cases in measured.items() for case, s in cases.items()}
-    if path.exists():
-        rows = {(n, name, size): s for n, name, size, s in json.loads(path.read_text())} | rows
-    path.write_text(json.dumps([[*case, seconds] for case, seconds in rows.items()]))
-    every: dict[int, Cases] = {}
-    for (n, name, size), seconds in sorted(rows.items()):
-        every.setdefault(n, {})[name, size] = seconds
-    return every
+        cases = here.missing(
+            Call(ranks, form, nbytes)
+            for form in forms
+            for nbytes in (sizes[:1] if form == "barrier" else sizes)
+        )
+        if cases and here.left_s() > 0:
+            print(f"{ranks} ranks; us per call, median; gloo / unisono: median (least to most)", flush=True)
+            here.figures.calls |= run_ranks(rank, ranks, cases, rounds, turn_s, here.left_s)
+    here.end()
 
 
 def as_bytes(size: str) -> int:
     return int(size[:-2]) << UNITS[size[-2:]] if size[-2:] in UNITS else int(size)
 
 
-def rank(rank: int, groups: dict[str, Any], sizes: list[int], only: str, rounds: int, turn_s: float) -> Cases:
-    """One rank of both backends: seconds by call, size and backend."""
+def rank(
+    rank: int,
+    groups: dict[str, Any],
+    cases: list[Call],
+    rounds: int,
+    turn_s: float,
+    left_s: Callable[[], float],
+) -> dict[Call, Seconds]:
+    """One rank of both backends, until the time is over."""
     measured = {}
-    ranks = dist.get_world_size()
-    for name, form in FORMS.items():
-        if not name.startswith(tuple(only.split(";"))):
-            continue
-        for nbytes in sizes[:1] if name == "barrier" else sizes:
-            calls = {each: form(group, rank, ranks, nbytes // 4) for each, group in groups.items()}
-            check(name, calls)
-            turns = {each: call for each, (call, _) in calls.items()}
-            seconds = measured[name, nbytes] = compete(turns, rounds, turn_s, TIMES_MAX)
-            if rank == 0:
-                show(name, nbytes, seconds)
+    for case in cases:
+        if agreed(left_s()) <= 0:
+            break
+        form = FORMS[case.form]
+        calls = {each: form(group, rank, case.ranks, case.nbytes // 4) for each, group in groups.items()}
+        check(case.form, calls)
+        turns = {each: call for each, (call, _) in calls.items()}
+        seconds = measured[case] = compete(turns, rounds, turn_s, TIMES_MAX)
+        if rank == 0:
+            show(case, seconds)
     return measured
 
 
@@ -276,37 +267,10 @@ def check(name: str, calls: dict[str, tuple[Callable[[], Any], list[Tensor]]]) -
         raise SystemExit(f"{name} of {theirs[0].numel()} elements: results differ")
 
 
-def show(name: str, nbytes: int, seconds: dict[str, list[float]]) -> None:
+def show(case: Call, seconds: Seconds) -> None:
     theirs, ours = (f"{statistics.median(seconds[each]) * 1e6:12,.1f}" for each in (GLOO, OURS))
-    print(f"{name:>29} {nbytes:>11,} {theirs} {ours}  {ratios(seconds[GLOO], seconds[OURS])}", flush=True)
-
-
-def draw(measured: dict[int, Cases], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    names = [name for name in FORMS if any(case[0] == name for case in measured[min(measured)])]
-    names = [name for name in names if name != "barrier"]
-    columns = min(5, len(names))
-    rows = -(-len(names) // columns)
-    figure = Figure(figsize=(3.4 * columns, 2.8 * rows * len(measured)), layout="constrained")
-    axes = figure.subplots(rows * len(measured), columns, squeeze=False)
-    for panel in axes.flat:
-        panel.set_visible(False)
-    for block, (ranks, cases) in enumerate(measured.items()):
-        for index, name in enumerate(names):
-            panel = axes[block * rows + index // columns][index % columns]
-            panel.set_visible(True)
-            panel.set_title(f"{name}, {ranks} ranks", fontsize=9)
-            for backend, style in STYLES.items():
-                points = [
-                    (n, statistics.median(s[backend]) * 1e6) for (each, n), s in cases.items() if each == name
-                ]
-                panel.plot(*zip(*points, strict=True), label=backend, markersize=4, **style)
-            panel.set_xscale("log", base=2)
-            panel.set_yscale("log")
-            panel.set_xlabel("bytes", fontsize=8)
-            panel.set_ylabel("us per call", fontsize=8)
-    save(figure, path)
+    ratio = ratios(seconds[GLOO], seconds[OURS])
+    print(f"{case.form:>29} {case.nbytes:>11,} {theirs} {ours}  {ratio}", flush=True)
 
 
 if __name__ == "__main__":

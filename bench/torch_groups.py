@@ -7,7 +7,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 GLOO, OURS = "gloo", "unisono"
-STYLES = {GLOO: {"color": "#b0413e", "marker": "^"}, OURS: {"color": "#0b6e4f", "marker": "o"}}
 
 Turn = Callable[[], None]
 
@@ -56,6 +54,13 @@ def seconds_of(turn: Turn, times: int) -> float:
     return float(took)
 
 
+def agreed(number: float) -> float:
+    """Rank 0's number, on all ranks."""
+    said = torch.tensor(number, dtype=torch.float64)
+    dist.broadcast(said, 0)
+    return float(said)
+
+
 def compete(turns: dict[str, Turn], rounds: int, turn_s: float, times_max: int) -> dict[str, list[float]]:
     """Seconds per call of each contestant, one figure per round."""
     times = {}
@@ -74,18 +79,3 @@ def ratios(theirs: list[float], ours: list[float]) -> str:
     """How many times as long they took, round by round: the median, and the least and the most."""
     each = [a / b for a, b in zip(theirs, ours, strict=True)]
     return f"{statistics.median(each):.2f} ({min(each):.2f}-{max(each):.2f})"
-
-
-def save(figure: Any, path: Path) -> None:
-    """Write a chart, as PNG, SVG or PDF by the suffix of the path."""
-    for panel in figure.axes:
-        panel.tick_params(labelsize=8)
-        panel.grid(True, axis="y", linewidth=0.4, alpha=0.5)
-        for side in ("top", "right"):
-            panel.spines[side].set_visible(False)
-    handles = {}
-    for panel in figure.axes:
-        handles.update((label, each) for each, label in zip(*panel.get_legend_handles_labels(), strict=True))
-    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=5, frameon=False)
-    figure.savefig(path, dpi=150)
-    print(f"wrote the chart to {path}")
