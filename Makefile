@@ -1,5 +1,5 @@
 # Everything a newcomer needs: `make demo` and `make test` set the machine up by themselves.
-.PHONY: setup demo test test-more check format wheel bench bench-page soak sanitize sanitize-build fuzz clean
+.PHONY: setup demo test test-more check format wheel bench bench-page torch-page soak sanitize sanitize-build fuzz clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -83,6 +83,12 @@ bench-page: $(STAMP)
 	$(BIN)/unisono bench --json $(VENV)/bench.json --plot docs/benchmarks.png
 	$(BIN)/python bench/page.py $(VENV)/bench.json > $(VENV)/benchmarks.md
 	mv $(VENV)/benchmarks.md docs/benchmarks.md
+
+# docs/torch_benchmarks.md and its charts, likewise.
+torch-page: $(STAMP)
+	$(BIN)/python bench/torch_collectives.py --keep $(VENV)/torch.json
+	$(BIN)/python bench/torch_ddp.py --keep $(VENV)/torch.json
+	$(BIN)/python bench/torch_page.py $(VENV)/torch.json docs
 
 # A thousand ranks killed at random, every value checked, nothing left behind. Then what ranks must do and bear, on
 # every kind of links: the acceptance tests, the cases and properties of every backend, a thousand flipped bits, the

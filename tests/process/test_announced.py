@@ -17,9 +17,9 @@ from tests.support.oracle import Notes
 from tests.support.ranks import run_each
 
 import unisono as uni
-from unisono.comm import vector_collectives
 from unisono.comm.announcement import Announcement, row_bytes
 from unisono.comm.communicator import Communicator
+from unisono.comm.verb_table import Fact, verbs_with
 from unisono.core import buffers
 from unisono.errors import DeadlineExceeded, PeerAborted, PeerLost, ProtocolError, UnisonoError, UsageError
 
@@ -615,4 +615,4 @@ def test_rows_come_back_as_they_were_written() -> None:
 
 def test_the_verbs_are_those_of_the_reference() -> None:
     names = {verb.__name__.partition(" ")[0].removesuffix("_out") for verb in (*ARRAYS, *OBJECTS)}
-    assert names == set(vector_collectives.ANNOUNCED)
+    assert names == verbs_with(Fact.ANNOUNCED)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
+from unisono._native import POOLED_BYTES_MIN
 from unisono.core import buffers
 from unisono.core.dtypes import DTYPES
 from unisono.errors import UsageError
@@ -98,6 +99,8 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
         return own
     parts = [readable(tensor).reshape(-1) for tensor in tensors]
     nbytes = sum(part.nbytes for part in parts)
+    if nbytes < POOLED_BYTES_MIN:
+        return torch.cat(parts)
     # Memory that is used again: the system clears new pages, which takes longer than the copy.
     memory = torch.from_numpy(buffers.empty(nbytes, DTYPES["uint8"])).view(parts[0].dtype)
     return torch.cat(parts, out=memory)
