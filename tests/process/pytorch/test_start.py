@@ -129,6 +129,7 @@ def test_a_program_of_torch_starts_under_unisono_run_and_may_end_without_a_word(
     assert err == ""
 
 
+@pytest.mark.more
 def test_under_torchrun_the_keys_of_its_store_come_back() -> None:
     out, err = run([*TORCHRUN, "--standalone", "--nproc-per-node", "2", PROGRAM, "env", "stay"])
     assert right(out, "env")
