@@ -16,7 +16,7 @@ from unisono.pytorch.reductions import is_mean
 from unisono.pytorch.tensors import readable
 from unisono.pytorch.work import DONE, Once, Several
 
-__all__ = ["all_reduce_sparse"]
+__all__ = ["all_reduce_sparse", "check_sparse"]
 
 _RED: Final = ReduceOp.RedOpType
 
@@ -25,8 +25,7 @@ def all_reduce_sparse(calls: Calls, tensor: Tensor, opts: Any) -> dist.Work:
     """Replace a sparse tensor by its sum or mean over the ranks of a group."""
     op, size = opts.reduceOp, calls.comm.size
     with calls.errors("all_reduce"):
-        if op.op.value not in (_RED.SUM.value, _RED.AVG.value):
-            raise UsageError(f"ReduceOp.{op.op.name} of sparse tensors; allowed: SUM, AVG")
+        check_sparse(op)
         entries = tensor.detach().coalesce()
         indices, values = readable(entries.indices().t()), readable(entries.values())
         mine = torch.tensor([op.op.value, *tensor.shape], device=tensor.device)
@@ -60,6 +59,16 @@ def all_reduce_sparse(calls: Calls, tensor: Tensor, opts: Any) -> dist.Work:
         return calls.kept(work)
     work.wait()
     return DONE
+
+
+def check_sparse(op: Any) -> None:
+    """Refuse operations on sparse tensors that are no sums.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if op.op.value not in (_RED.SUM.value, _RED.AVG.value):
+        raise UsageError(f"ReduceOp.{op.op.name} of sparse tensors; allowed: SUM, AVG")
 
 
 def _check_same(calls: Tensor) -> None:

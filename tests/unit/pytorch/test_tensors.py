@@ -9,8 +9,21 @@ import torch.distributed as dist
 from unisono.core.dtypes import DTYPES
 from unisono.core.ops import DIVIDED_SUM, SCALED_SUM
 from unisono.errors import UsageError
-from unisono.pytorch.reductions import OPS, check_sparse, divided, is_divided, op_of, scaled
-from unisono.pytorch.tensors import TYPES, apart, in_a_row, is_plain, joined, readable, target, updatable
+from unisono.pytorch.reductions import OPS, divided, is_divided, op_of, scaled
+from unisono.pytorch.sparse import check_sparse
+from unisono.pytorch.tensors import (
+    TYPES,
+    apart,
+    apart_from,
+    cut,
+    in_a_row,
+    is_plain,
+    joined,
+    readable,
+    target,
+    targets,
+    updatable,
+)
 
 RED = dist.ReduceOp
 
@@ -158,3 +171,40 @@ def test_integers_are_divided_toward_zero(dtype: torch.dtype):
     x = torch.tensor(signs, dtype=torch.int64).to(dtype)
     divided(x, 2)
     assert x.to(torch.int64).tolist() == [int(n / 2) for n in signs]
+
+
+@pytest.mark.parametrize("count", [0, 1, 70_001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_tensors_of_their_own_are_joined(count: int, dtype: torch.dtype):
+    parts = [((torch.arange(count) + k) % 5 == 0).to(dtype) for k in range(3)]
+    whole = joined(parts)
+    assert whole.numel() == 3 * count
+    assert torch.equal(whole.view(torch.uint8), torch.cat([part.view(torch.uint8) for part in parts]))
+
+
+def test_rows_are_cut_into_flat_parts_of_the_same_memory():
+    x = torch.arange(12.0).view(4, 3)
+    parts = cut(x, [1, 0, 3])
+    assert [part.tolist() for part in parts] == [[0, 1, 2], [], list(range(3, 12))]
+    parts[2].fill_(7)
+    assert x[1:].eq(7).all()
+    assert [part.numel() for part in cut(torch.empty(0, 3), [0, 0])] == [0, 0]
+
+
+def test_what_shares_memory_with_the_outputs_is_copied_before_they_are_written():
+    whole, other = torch.arange(6.0), torch.arange(3.0)
+    own, separate = apart_from([whole[:3], other], [whole[3:]])
+    assert separate is other
+    assert own.data_ptr() != whole.data_ptr()
+    assert own.tolist() == [0, 1, 2]
+
+
+def test_targets_of_strided_outputs_are_copied_back():
+    plain, strided = torch.zeros(3), torch.zeros(3, 2)[:, 0]
+    (first, second), back = targets([plain, strided])
+    assert first.data_ptr() == plain.data_ptr()
+    second.copy_(torch.arange(3.0))
+    assert back is not None
+    back()
+    assert strided.tolist() == [0, 1, 2]
+    assert targets([plain])[1] is None
