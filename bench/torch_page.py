@@ -91,9 +91,9 @@ def machine(figures: Figures) -> list[str]:
     if median(loads) > float(last["cores"]):
         lines += [
             "",
-            "**The machine was not quiet**: other programs ran all the time, which ratios of single rounds",
+            "**The machine was not quiet**: other programs ran beside the measurement. The spread of the",
+            "ratios shows it.",
         ]
-        lines += ["show as their spread."]
     return [*lines, ""]
 
 
