@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.engines import MakeWorld, found, outcome, world
+from tests.support.engines import NO_STALL, MakeWorld, found, outcome, world
 from tests.support.oracle import Notes
 from tests.support.ranks import run_each
 
@@ -222,7 +222,7 @@ def closed(comm: Communicator, is_closed: bool) -> None:
 @every_kind
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_verb_gives_what_numpy_says(world: MakeWorld, kind: str, size: int) -> None:
-    comms = world(size, kind)
+    comms = world(size, kind, **NO_STALL)
 
     def program(comm: Communicator) -> Notes:
         notes, native = Notes(), comm._group.native
@@ -292,7 +292,7 @@ def test_a_scatter_of_tensors_into_memory_of_the_receivers_runs_in_the_engine(
     world: MakeWorld, kind: str
 ) -> None:
     """What a receiver would have to make of a tensor does not matter where it has given the memory."""
-    comms = world(3, kind)
+    comms = world(3, kind, **NO_STALL)
 
     def program(comm: Communicator) -> Notes:
         notes, native = Notes(), comm._group.native
@@ -311,7 +311,7 @@ def test_a_scatter_of_tensors_into_memory_of_the_receivers_runs_in_the_engine(
 
 @every_kind
 def test_a_scatter_of_tensors_and_of_viewed_arrays_runs_in_the_engine(world: MakeWorld, kind: str) -> None:
-    comms = world(3, kind)
+    comms = world(3, kind, **NO_STALL)
 
     def program(comm: Communicator) -> Notes:
         notes, native = Notes(), comm._group.native

@@ -1,12 +1,13 @@
 """Bad input: refused with what was given and what is allowed, before anything is sent, and nothing is harmed.
 
 One rank of three makes the bad call, blocking and started; then all three go on as if it had not happened. A
-number that the refused call had used up, or a message that it had sent, would show.
+number that the refused call had used up, or a message that it had sent, would show. All cases share one world, so a
+refusal must also leave the cases after it unharmed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -497,8 +498,16 @@ def sent(monkeypatch) -> list[int]:
     return senders
 
 
-def check_refusal(bad: Bad, sent: list[int], *, started: bool) -> None:
-    comms = uni.local(SIZE)
+@pytest.fixture(scope="module")
+def comms() -> Iterator[list[uni.Communicator]]:
+    """The ranks of all cases."""
+    made = uni.local(SIZE)
+    yield made
+    for comm in made:
+        comm.close()
+
+
+def check_refusal(comms: list[uni.Communicator], bad: Bad, sent: list[int], *, started: bool) -> None:
     caller = comms[CALLER]
     for verbs in (caller, caller.start) if started else (caller,):
         with pytest.raises(uni.UsageError) as caught:
@@ -508,26 +517,25 @@ def check_refusal(bad: Bad, sent: list[int], *, started: bool) -> None:
     assert sent == []
 
     def go_on(comm) -> tuple[list[int], int]:
-        with comm:
-            x = np.arange(4) + comm.rank
-            comm.all_reduce(x)
-            comm.send(np.array([comm.rank]), (comm.rank + 1) % SIZE, 5)
-            got = np.empty(1, np.int64)
-            comm.recv(got, tag=5)
-            assert comm.probe(timeout=0) is None
-            return x.tolist(), int(got[0])
+        x = np.arange(4) + comm.rank
+        comm.all_reduce(x)
+        comm.send(np.array([comm.rank]), (comm.rank + 1) % SIZE, 5)
+        got = np.empty(1, np.int64)
+        comm.recv(got, tag=5)
+        assert comm.probe(timeout=0) is None
+        return x.tolist(), int(got[0])
 
     assert run_each(go_on, comms).values() == [([3, 6, 9, 12], (rank - 1) % SIZE) for rank in range(SIZE)]
 
 
 @pytest.mark.parametrize("bad", STARTABLE, ids=[bad.name for bad in STARTABLE])
-def test_a_bad_call_is_refused_before_anything_is_sent(bad, sent):
-    check_refusal(bad, sent, started=True)
+def test_a_bad_call_is_refused_before_anything_is_sent(comms, bad, sent):
+    check_refusal(comms, bad, sent, started=True)
 
 
 @pytest.mark.parametrize("bad", bad_groups(), ids=[bad.name for bad in bad_groups()])
-def test_a_bad_group_is_refused_before_anything_is_sent(bad, sent):
-    check_refusal(bad, sent, started=False)
+def test_a_bad_group_is_refused_before_anything_is_sent(comms, bad, sent):
+    check_refusal(comms, bad, sent, started=False)
 
 
 def test_the_table_names_every_case_once_and_every_verb():

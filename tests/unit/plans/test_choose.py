@@ -217,7 +217,9 @@ def _problems(size: int, count: int) -> list[Problem]:
     return [problem_of(collective, size, count, where) for collective in CATALOG for where in ((), hosts)]
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 8, 13])
+@pytest.mark.parametrize(
+    "size", [2, 3, 5, pytest.param(8, marks=pytest.mark.more), pytest.param(13, marks=pytest.mark.more)]
+)
 @pytest.mark.parametrize("count", [1, 1024, 1 << 20])
 def test_what_is_left_out_could_not_have_won(size: int, count: int) -> None:
     for problem in _problems(size, count):

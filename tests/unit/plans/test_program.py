@@ -60,9 +60,12 @@ def check(program: BoundProgram) -> None:
     assert sum(map(len, program.after)) == sum(map(len, program.before))
 
 
+@pytest.mark.parametrize(
+    "sizes", [pytest.param(range(1, 5), id="1-4"), pytest.param(range(5, 7), id="5-6", marks=pytest.mark.more)]
+)
 @pytest.mark.parametrize(("collective", "algorithm"), EVERY_ALGORITHM)
-def test_pieces_wait_for_those_in_conflict_with_them(collective: str, algorithm: str) -> None:
-    for problem in problems(collective, algorithm, range(1, 7)):
+def test_pieces_wait_for_those_in_conflict_with_them(collective: str, algorithm: str, sizes: range) -> None:
+    for problem in problems(collective, algorithm, sizes):
         if max(problem.counts, default=0) <= 50:
             for rank in range(problem.size):
                 for segment in (1000, 7):
