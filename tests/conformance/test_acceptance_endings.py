@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.conformance.test_acceptance_started import cases
+from tests.support.mismatches import reported_in_time
 from tests.support.ranks import reference_local, run_each, run_ranks
 
 import unisono as uni
@@ -473,14 +474,19 @@ def test_all_ranks_are_shown_both_calls_of_a_mismatch(what: str, odd: int) -> No
         (other if comm.rank == odd else usual)(comm)
         comm.barrier()  # an empty call needs nobody and ends; the next one must not
 
-    ended = run_ranks(program, 3, config=QUICK)
-    assert [type(error) for error in ended] == [uni.CollectiveMismatch] * 3, list(ended)
-    for error in ended:
+    def outcomes() -> list[Any]:
+        ended = run_ranks(program, 3, config=QUICK)
+        assert [type(error) for error in ended] == [uni.CollectiveMismatch] * 3, list(ended)
+        return ended
+
+    def check(error: uni.CollectiveMismatch) -> None:
         assert "called different things" in str(error)
         assert f"rank {odd}: " in error.report
         assert error.culprits == (odd,)
         assert len(error.report.splitlines()) == 2
         assert "test_acceptance_endings.py:" in error.report, "it says where"
+
+    reported_in_time(outcomes, check)
 
 
 @pytest.mark.on_every_link

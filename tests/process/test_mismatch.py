@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.metronome import Metronome, stopwatch
+from tests.support.mismatches import reported_in_time
 from tests.support.processes import run_processes
 from tests.support.ranks import PATIENCE_S, run_each, run_ranks
 
@@ -642,17 +643,22 @@ def test_started_collectives_that_do_not_match_end_too():
 
 def test_segments_of_other_lengths_are_a_mismatch():
     """Settings are compared when ranks join; here they share a process and are given different ones."""
-    comms = uni.local(2)
     other = uni.Config(segment_bytes=4096)
-    comms[1].backend.__class__ = type(
-        "Other", (type(comms[1].backend),), {"config": property(lambda self: other)}
-    )
     calls = [CALLS["sum"]._replace(words=f"segment={n}") for n in (262144, 4096)]
-    # A group reads the settings when it is made.
-    for outcome in collide([comm.sub([0, 1]) for comm in comms], calls):
-        check_report(outcome.error, calls)
-    for comm in comms:
-        comm.close()
+
+    def outcomes() -> list[Outcome]:
+        comms = uni.local(2)
+        comms[1].backend.__class__ = type(
+            "Other", (type(comms[1].backend),), {"config": property(lambda self: other)}
+        )
+        try:
+            # A group reads the settings when it is made.
+            return collide([comm.sub([0, 1]) for comm in comms], calls)
+        finally:
+            for comm in comms:
+                comm.close()
+
+    reported_in_time(outcomes, lambda outcome: check_report(outcome.error, calls))
 
 
 # -- which ranks differ ----------------------------------------------------------------------------------
@@ -670,15 +676,6 @@ DIFFERENCES = {
     "root: 1, they 0": ("broadcast from 1", "broadcast from 0"),
     "algorithm: tree, they ring": ("tree 1021", "ring 1021"),
 }
-
-
-def reported_in_time(outcomes_of: Callable[[], list[Any]], is_right: Callable[[Any], bool]) -> None:
-    """The ranks that differ are known if each sent its call in time: a busy machine gets three turns."""
-    for _ in range(3):
-        outcomes = outcomes_of()
-        if all(map(is_right, outcomes)):
-            return
-    pytest.fail("\n".join(map(str, outcomes)))
 
 
 @pytest.mark.parametrize("odd", [0, 2])

@@ -1,8 +1,8 @@
 """Bad input: refused with what was given and what is allowed, before anything is sent, and nothing is harmed.
 
 One rank of three makes the bad call, blocking and started; then all three go on as if it had not happened. A
-number that the refused call had used up, or a message that it had sent, would show. All cases share one world, so a
-refusal must also leave the cases after it unharmed.
+number that the refused call had used up, or a message that it had sent, would show. All cases share one
+world, so a refusal must also leave the cases after it unharmed.
 """
 
 from __future__ import annotations

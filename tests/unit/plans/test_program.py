@@ -61,7 +61,8 @@ def check(program: BoundProgram) -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes", [pytest.param(range(1, 5), id="1-4"), pytest.param(range(5, 7), id="5-6", marks=pytest.mark.more)]
+    "sizes",
+    [pytest.param(range(1, 5), id="1-4"), pytest.param(range(5, 7), id="5-6", marks=pytest.mark.more)],
 )
 @pytest.mark.parametrize(("collective", "algorithm"), EVERY_ALGORITHM)
 def test_pieces_wait_for_those_in_conflict_with_them(collective: str, algorithm: str, sizes: range) -> None:
