@@ -20,7 +20,7 @@ from tests.support.paths import ROOT, TESTS
 from tests.support.ranks import IN_THREADS, ON_EVERY_LINK, Ended, ranks_linked_by, run_ranks
 from tests.support.system import need_quic, skipped_by_need
 
-# Hypothesis remembers failing examples in .venv, where all caches are. A test is not wrong because it is slow.
+# Hypothesis remembers failing examples in .venv, where all caches are. A slow test is not wrong.
 os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(ROOT / ".venv/cache/hypothesis"))
 hypothesis.settings.register_profile("unisono", deadline=None)
 hypothesis.settings.load_profile("unisono")

@@ -124,7 +124,7 @@ class QueueBackend(ProtocolBackend):
 
 FACTORIES = [
     local,
-    tight,
+    pytest.param(tight, marks=pytest.mark.more),
     pytest.param(never_eager, marks=pytest.mark.more),
     view,
     pytest.param(view_on_a_view, marks=pytest.mark.more),

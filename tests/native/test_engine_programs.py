@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -12,7 +11,7 @@ from tests.support.paths import ROOT, TESTS
 from tests.support.system import skip_without
 
 # The folder in which `make setup` compiled the module: its objects are linked, not compiled again.
-BUILD = Path(os.environ.get("UNISONO_BUILD_DIR", ROOT / ".venv/build/module"))
+BUILD = ROOT / ".venv/build/module"
 
 
 # A decoder that has the corpus of another: the same frames.
