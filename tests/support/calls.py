@@ -1,0 +1,61 @@
+"""Worlds for tests of calls: every kind of backend that serves them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from tests.support.processes import Failed, run_processes
+from tests.support.ranks import run_ranks
+
+# A deadline that is never meant to pass: a wait that needs it is a failure.
+LONG_S = 60.0
+
+
+def on_local(fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
+    return run_ranks(fn, size, *args).values()
+
+
+def on_processes(kind: str) -> Callable[..., list[Any]]:
+    def run(fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
+        results = run_processes(fn, size, *args, kind=kind)
+        for result in results:
+            if isinstance(result, Failed):
+                raise result
+        return results
+
+    return run
+
+
+WORLDS = {
+    "local": on_local,
+    "shm": on_processes("shm"),
+    "tcp": on_processes("tcp"),
+    "rings": on_processes("rings"),
+}
+
+
+def echo(*args: Any, **kwargs: Any) -> Any:
+    return [list(args), kwargs]
+
+
+class Counter:
+    def __init__(self, start: int = 0, *, step: int = 1) -> None:
+        self.value, self.step = start, step
+
+    def add(self, times: int) -> int:
+        self.value += times * self.step
+        return self.value
+
+    async def later(self) -> int:
+        await asyncio.sleep(0)
+        return self.value
+
+    def _hidden(self) -> int:
+        return -1
+
+
+class Plain:
+    def get(self) -> int:
+        return 5

@@ -1,0 +1,15 @@
+"""Fixtures of the tests of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.support.calls import WORLDS
+
+
+@pytest.fixture(params=WORLDS)
+def world_of(request) -> Callable[..., list[Any]]:
+    """`world_of(fn, n)` runs `fn(comm)` on n ranks of each kind."""
+    return WORLDS[request.param]

@@ -1,0 +1,68 @@
+"""Objects that live on another rank."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from tests.support.calls import Counter
+
+import unisono as uni
+from unisono.rpc import Agent
+
+
+def with_objects(comm: uni.Communicator) -> str:
+    agent = Agent(comm)
+    agent.expose(Counter)
+    agent.expose(Counter)  # exposing it twice is allowed
+    agent.register("Tally", Counter)  # and under another name, too
+    agent.register("held", lambda: len(agent._objects))
+    comm.barrier()
+    if comm.rank == 0:
+        one, two = agent.remote(1, Counter, 5), agent.remote(1, "Counter", step=10)
+        assert (one.add(2), two.add(2), one.add(times=1)) == (7, 20, 8)
+        assert one.start.add(1).wait() == 9
+        with_another_name = agent.remote(1, "Tally", 100)
+        assert with_another_name.add(1) == 101
+        with_another_name.release()
+        assert agent.proxy(one.reference).later() == 9
+        while agent.call(1, "held") != 2:  # calls may overtake the notification that releases an object
+            time.sleep(0.001)
+        for bad, error in [
+            (lambda: one.add("x"), TypeError),
+            (lambda: one.nothing(), LookupError),
+            (lambda: one._hidden(), AttributeError),
+            (lambda: one.value(), LookupError),
+            (lambda: agent.call(1, "Counter._hidden", 1), LookupError),
+            (lambda: agent.call(1, "Counter.add", "x", 1), TypeError),
+            (lambda: agent.remote(1, Counter, "x"), TypeError),
+            (lambda: agent.remote(1, "Missing"), LookupError),
+            (lambda: agent.proxy(5), uni.UsageError),
+        ]:
+            with pytest.raises(error):
+                bad()
+        reference = two.reference
+        two.release()
+        two.release()
+        while agent.call(1, "held") != 1:
+            time.sleep(0.001)
+        with pytest.raises(uni.RemoteError, match="released"):
+            agent.proxy(reference).add(1)
+        del one  # the last reference to the proxy
+        while agent.call(1, "held"):
+            time.sleep(0.001)
+        agent.remote(1, Counter).add(1)
+        kept = agent.remote(1, Counter)
+        assert kept.add(1) == 1
+    comm.barrier()
+    if comm.rank == 0:
+        agent.close()
+    else:
+        while agent._objects:  # a lost rank's objects are released
+            time.sleep(0.001)
+    comm.barrier()
+    return "ok"
+
+
+def test_objects_live_on_another_rank_until_they_are_released(world_of):
+    assert world_of(with_objects, 2) == ["ok"] * 2
