@@ -119,12 +119,20 @@ void set_kinds(nanobind::dict given) {
   known.status_type = take("status_type");
   known.array_type = take("array_type");
   known.empty = take("empty");
+  known.object_new = take("object_new");
+  known.records = take("records");
+  known.makers = take("makers");
+  known.scalars = take("scalars");
+  known.scalar_extension = nanobind::cast<uint8_t>(given["scalar_extension"]);
   check_layout(known.array_type, known.empty);
   const nanobind::list dtypes(given["dtypes"]);
-  if (dtypes.size() != dtype_count) throw std::invalid_argument("as many dtypes as there are codes");
+  const nanobind::list arrays(given["one_element"]);
+  if (dtypes.size() != dtype_count || arrays.size() != dtype_count)
+    throw std::invalid_argument("as many dtypes as there are codes");
   for (size_t code = 0; code < dtype_count; ++code) {
-    nanobind::object dtype = dtypes[code];
+    nanobind::object dtype = dtypes[code], array = arrays[code];
     known.dtypes[code] = dtype.is_none() ? nullptr : dtype.release().ptr();
+    known.one_element[code] = array.is_none() ? nullptr : array.release().ptr();
   }
 }
 

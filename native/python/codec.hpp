@@ -79,16 +79,28 @@ inline constexpr int dimensions_max = 64;
 // What the codec knows of Python; src/unisono/core/codec.py sets it once. References are kept for good.
 struct Kinds {
   PyObject* reduce = nullptr;     // value -> (code, plain value); code None: instead of the value
-  PyObject* rebuild = nullptr;    // code, plain value -> value; code None: a record of (name, fields, values)
+  PyObject* rebuild = nullptr;    // code, plain value -> value; code None: a record that is not in `makers`
   PyObject* too_deep = nullptr;   // () raises
   PyObject* refusal = nullptr;    // exception, steps from the inside out, path_text or None -> exception to raise
   PyObject* malformed = nullptr;  // exception -> exception to raise
   PyObject* protocol_error = nullptr;
   PyObject* status_type = nullptr;
   PyObject* array_type = nullptr;
+  PyObject* object_new = nullptr;
   PyObject* empty = nullptr;                  // numpy.empty
   PyObject* dtypes[dtype_count] = {nullptr};  // by code; null where NumPy's type is another's
+  // Registered classes: class -> (name and fields as packed, fields), and the other way round:
+  // name and fields as packed -> (Instance, class, fields).
+  PyObject* records = nullptr;
+  PyObject* makers = nullptr;
+  // NumPy's scalars: class -> code of its dtype. A new one is the only element of an array, by code.
+  PyObject* scalars = nullptr;
+  PyObject* one_element[dtype_count] = {nullptr};
+  uint8_t scalar_extension = 0;
 };
+// How an instance of a registered class is made of its values.
+enum class Instance : uint8_t { structure, tuple, dataclass };
+
 Kinds& kinds();
 
 // A value in its packed form, before it is in one place. Long bytes, text and arrays stay where they are until they are
@@ -132,7 +144,8 @@ class Packer {
   bool array(PyObject* value, int depth);
   bool status(PyObject* value, int depth);
   bool rare(PyObject* value, int depth);
-  bool record(PyObject* parts, int depth);
+  bool record(PyObject* value, PyObject* known, int depth);
+  bool scalar(PyObject* value, PyObject* known);
   bool is_too_deep(int depth);
   bool count(Tag tag, size_t count);
   bool blob(PyObject* owner, const void* data, size_t bytes);

@@ -329,13 +329,15 @@ bool Packer::status(PyObject* given, int depth) {
 
 bool Packer::rare(PyObject* given, int depth) {
   if (is_too_deep(depth)) return false;
+  auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(given));
+  if (PyObject* const known = PyDict_GetItemWithError(kinds().records, type)) return record(given, known, depth);
+  if (PyObject* const known = PyDict_GetItemWithError(kinds().scalars, type)) return scalar(given, known);
+  if (PyErr_Occurred()) return false;
   PyObject* const reduced = PyObject_CallOneArg(kinds().reduce, given);
   if (reduced == nullptr) return false;
   bool is_done = false;
-  if (!PyTuple_CheckExact(reduced) || PyTuple_GET_SIZE(reduced) < 2) {
+  if (!PyTuple_CheckExact(reduced) || PyTuple_GET_SIZE(reduced) != 2) {
     PyErr_SetString(PyExc_TypeError, "reduce returns (code, value)");
-  } else if (PyTuple_GET_SIZE(reduced) == 3) {
-    is_done = record(reduced, depth);
   } else if (PyTuple_GET_ITEM(reduced, 0) == Py_None) {
     is_done = value(PyTuple_GET_ITEM(reduced, 1), depth);
   } else {
@@ -350,18 +352,49 @@ bool Packer::rare(PyObject* given, int depth) {
   return is_done;
 }
 
-// (name, fields, values) of an instance of a registered class.
-bool Packer::record(PyObject* parts, int depth) {
-  PyObject* const fields = PyTuple_GET_ITEM(parts, 1);
-  PyObject* const values = PyTuple_GET_ITEM(parts, 2);
-  if (!reserve(1)) return false;
-  put(Tag::record);
-  if (!value(PyTuple_GET_ITEM(parts, 0), depth) || !value(fields, depth)) return false;
-  const Py_ssize_t length = PyList_GET_SIZE(values);
-  if (!count(Tag::list, static_cast<size_t>(length))) return false;
-  for (Py_ssize_t i = 0; i < length; ++i)
-    if (!value(PyList_GET_ITEM(values, i), depth + 1)) return failed_at(".%U", PyTuple_GET_ITEM(fields, i));
-  return true;
+// An instance of a registered class.
+bool Packer::record(PyObject* given, PyObject* known, int depth) {
+  PyObject* const shape = PyTuple_GET_ITEM(known, 0);
+  PyObject* const fields = Py_NewRef(PyTuple_GET_ITEM(known, 1));  // Python code of the instance may register anew
+  const auto shape_bytes = static_cast<size_t>(PyBytes_GET_SIZE(shape));
+  const Py_ssize_t length = PyTuple_GET_SIZE(fields);
+  bool is_done = reserve(1 + shape_bytes);
+  if (is_done) {
+    put(Tag::record);
+    put(PyBytes_AS_STRING(shape), shape_bytes);
+    is_done = count(Tag::list, static_cast<size_t>(length));
+  }
+  for (Py_ssize_t i = 0; is_done && i < length; ++i) {
+    PyObject* const item = PyObject_GetAttr(given, PyTuple_GET_ITEM(fields, i));
+    is_done = item != nullptr && value(item, depth + 1);
+    Py_XDECREF(item);
+    if (!is_done) failed_at(".%U", PyTuple_GET_ITEM(fields, i));
+  }
+  Py_DECREF(fields);
+  return is_done;
+}
+
+// A scalar of NumPy: an extension of (code of the dtype, bytes).
+bool Packer::scalar(PyObject* given, PyObject* known) {
+  const auto code = static_cast<uint8_t>(PyLong_AsLong(known));
+  Py_buffer view;
+  if (PyObject_GetBuffer(given, &view, PyBUF_SIMPLE) != 0) return false;
+  const auto bytes = static_cast<size_t>(view.len);
+  const bool is_done = bytes == itemsizes[code] && reserve(8 + bytes);
+  if (is_done) {
+    put(Tag::extension);
+    put(kinds().scalar_extension);
+    put(Tag::tuple);
+    put(uint8_t{2});
+    put(Tag::int8);
+    put(code);
+    put(Tag::bytes);
+    put(static_cast<uint8_t>(bytes));
+    put(view.buf, bytes);
+  }
+  PyBuffer_Release(&view);
+  if (!is_done && !PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "a scalar of another length than its dtype");
+  return is_done;
 }
 
 // -- where it failed --------------------------------------------------------------------------------------------------

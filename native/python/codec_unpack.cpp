@@ -173,6 +173,10 @@ class Unpacker {
   PyObject* array(bool is_blob);
   PyObject* status(int depth);
   PyObject* record(int depth);
+  PyObject* unknown_record(int depth);
+  PyObject* instance(PyObject* maker, int depth);
+  size_t shape_bytes() const;
+  PyObject* scalar();
   PyObject* extension(int depth);
   PyObject* only(Tag first, int depth);
 
@@ -394,6 +398,76 @@ PyObject* Unpacker::only(Tag first, int depth) {
 
 PyObject* Unpacker::record(int depth) {
   if (depth > depth_max) return malformed("malformed object: nested too deeply");
+  const size_t bytes = shape_bytes();
+  PyObject* const shape = PyBytes_FromStringAndSize(reinterpret_cast<const char*>(at_), static_cast<Py_ssize_t>(bytes));
+  if (shape == nullptr) return nullptr;
+  PyObject* const maker = Py_XNewRef(PyDict_GetItemWithError(kinds().makers, shape));
+  Py_DECREF(shape);
+  if (maker == nullptr) return PyErr_Occurred() ? nullptr : unknown_record(depth);
+  at_ += bytes;
+  PyObject* const made = instance(maker, depth);
+  Py_DECREF(maker);
+  return made;
+}
+
+// The length of a record's name and fields, all of them texts; 0 if they are anything else.
+size_t Unpacker::shape_bytes() const {
+  const byte* at = at_;
+  const auto skip_count = [&](Tag tag, uint64_t& count) {
+    const auto left = static_cast<size_t>(end_ - at);
+    if (left >= 2 && *at == static_cast<byte>(tag)) {
+      count = static_cast<uint8_t>(at[1]);
+      at += 2;
+      return true;
+    }
+    if (left < 9 || static_cast<uint8_t>(*at) != static_cast<uint8_t>(tag) + 1) return false;
+    std::memcpy(&count, at + 1, sizeof count);
+    at += 9;
+    return true;
+  };
+  const auto skip_text = [&] {
+    uint64_t bytes;
+    if (!skip_count(Tag::text, bytes) || bytes > static_cast<size_t>(end_ - at)) return false;
+    at += bytes;
+    return true;
+  };
+  uint64_t fields;
+  if (!skip_text() || !skip_count(Tag::tuple, fields)) return 0;
+  for (; fields != 0; --fields)
+    if (!skip_text()) return 0;
+  return static_cast<size_t>(at - at_);
+}
+
+PyObject* Unpacker::instance(PyObject* maker, int depth) {
+  PyObject* const cls = PyTuple_GET_ITEM(maker, 1);
+  PyObject* const fields = PyTuple_GET_ITEM(maker, 2);
+  const auto how = static_cast<Instance>(PyLong_AsLong(PyTuple_GET_ITEM(maker, 0)));
+  Tag tag;
+  if (!get(tag)) return cut_short();
+  if (tag != Tag::list && tag != Tag::list_long) return malformed("malformed object: a record of other parts");
+  PyObject* const values = tag == Tag::list ? sequence<uint8_t>(depth, false) : sequence<uint64_t>(depth, false);
+  if (values == nullptr) return nullptr;
+  PyObject* made = nullptr;
+  if (PyTuple_GET_SIZE(values) != PyTuple_GET_SIZE(fields)) {
+    malformed("malformed object: a record of more or fewer values than fields");
+  } else if (how == Instance::structure) {
+    made = PyObject_Vectorcall(cls, reinterpret_cast<PyTupleObject*>(values)->ob_item, 0, fields);
+  } else if (how == Instance::tuple) {
+    PyObject* const arguments = PyTuple_Pack(1, values);
+    if (arguments != nullptr) made = PyTuple_Type.tp_new(reinterpret_cast<PyTypeObject*>(cls), arguments, nullptr);
+    Py_XDECREF(arguments);
+  } else {
+    // Fields are sent, not constructor arguments: __init__ may compute or check fields.
+    made = PyObject_CallOneArg(kinds().object_new, cls);
+    for (Py_ssize_t i = 0; made != nullptr && i < PyTuple_GET_SIZE(values); ++i)
+      if (PyObject_GenericSetAttr(made, PyTuple_GET_ITEM(fields, i), PyTuple_GET_ITEM(values, i)) != 0) Py_CLEAR(made);
+  }
+  Py_DECREF(values);
+  return made;
+}
+
+// Python says what is wrong with it.
+PyObject* Unpacker::unknown_record(int depth) {
   PyObject* const parts = PyTuple_New(3);
   if (parts == nullptr) return nullptr;
   constexpr Tag tags[] = {Tag::text, Tag::tuple, Tag::list};
@@ -412,10 +486,27 @@ PyObject* Unpacker::record(int depth) {
   return made;
 }
 
+// A scalar as Packer makes it; null without an exception: it is anything else.
+PyObject* Unpacker::scalar() {
+  const byte before[] = {static_cast<byte>(Tag::tuple), static_cast<byte>(2), static_cast<byte>(Tag::int8)};
+  constexpr size_t head_bytes = sizeof before + 3;
+  if (left() < head_bytes || std::memcmp(at_, before, sizeof before) != 0) return nullptr;
+  const auto code = static_cast<uint8_t>(at_[3]);
+  if (code >= dtype_count || kinds().one_element[code] == nullptr) return nullptr;
+  const size_t bytes = itemsizes[code];
+  if (at_[4] != static_cast<byte>(Tag::bytes) || static_cast<uint8_t>(at_[5]) != bytes || left() < head_bytes + bytes)
+    return nullptr;
+  std::memcpy(as_array(kinds().one_element[code]).data, at_ + head_bytes, bytes);
+  at_ += head_bytes + bytes;
+  return PySequence_GetItem(kinds().one_element[code], 0);
+}
+
 PyObject* Unpacker::extension(int depth) {
   uint8_t code;
   if (depth > depth_max) return malformed("malformed object: nested too deeply");
   if (!get(code) || left() == 0) return cut_short();
+  if (code == kinds().scalar_extension)
+    if (PyObject* const made = scalar(); made != nullptr || PyErr_Occurred()) return made;
   const auto next = static_cast<Tag>(*at_);
   if (next == Tag::extension || next == Tag::record) return malformed("malformed object: an extension of another");
   PyObject* const inner = value(depth);

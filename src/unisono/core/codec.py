@@ -4,8 +4,9 @@ The list of types is closed. There is no pickle, and decoding imports nothing: a
 only looked up among the classes that this process has registered. Subclasses of dict and list arrive as dict
 and list; bytearray and memoryview as bytearray.
 
-The core packs and unpacks plain data and NumPy arrays: native/python/codec.hpp describes the bytes. Here are
-the rare kinds, one call for each value: what `_reduce` turns into plain data, `_rebuild` makes of it again.
+The core packs and unpacks plain data, NumPy arrays and scalars, and instances of registered classes:
+native/python/codec.hpp describes the bytes. Here are the rare kinds, one call for each value: what `_reduce`
+turns into plain data, `_rebuild` makes of it again.
 
 - `pack(value, path_text)` gives one bytes object, `unpack` takes it: arrays of some KiB and more are views of
   the memory if it is writable, shorter ones and those in read-only memory get their own. `pack_writable`
@@ -52,15 +53,21 @@ __all__ = [
 
 C = TypeVar("C", bound=type)
 
-# What a rare value is turned into: a code of the list below and a plain value; a plain value that travels in
-# its place (code None); or a class's name, its fields and their values.
-_Reduced: TypeAlias = tuple[int | None, Any] | tuple[str, tuple[str, ...], list[Any]]
+# What a rare value is turned into: a code of the list below and a plain value, or a plain value that travels
+# in its place (code None).
+_Reduced: TypeAlias = tuple[int | None, Any]
 
+# Before the head of what `pack` makes: codec.hpp.
+_PREFIX_BYTES: Final = 8
 # Codes of extensions.
 _SET, _FROZENSET, _BIG_INT, _COMPLEX, _SCALAR, _ARRAY = range(6)
 
-_names: dict[type, str] = {}
 _classes: dict[str, type] = {}
+# The same for the core: how name and fields are packed, by class, and how an instance is made, by that.
+_records: dict[type, tuple[bytes, tuple[str, ...]]] = {}
+_makers: dict[bytes, tuple[int, type, tuple[str, ...]]] = {}
+# How: see Instance in codec.hpp.
+_STRUCT, _TUPLE, _DATACLASS = range(3)
 
 
 def register(cls: C) -> C:
@@ -82,7 +89,10 @@ def register(cls: C) -> C:
         raise UsageError(
             f"another class is registered as {name!r} already", next_step="give one of the two another name"
         )
-    _names[cls], _classes[name] = name, cls
+    fields = _fields(cls)
+    shape = pack(name)[_PREFIX_BYTES:] + pack(fields)[_PREFIX_BYTES:]
+    how = _STRUCT if issubclass(cls, msgspec.Struct) else _TUPLE if issubclass(cls, tuple) else _DATACLASS
+    _classes[name], _records[cls], _makers[shape] = cls, (shape, fields), (how, cls, fields)
     return cls
 
 
@@ -97,7 +107,7 @@ def is_record(cls: Any) -> bool:
 
 def is_registered(cls: type) -> bool:
     """Whether instances of a class can be sent."""
-    return cls in _names
+    return cls in _records
 
 
 def _fields(cls: Any) -> tuple[str, ...]:
@@ -137,10 +147,6 @@ def _reduce(value: Any) -> _Reduced:
     reduce = _REDUCTIONS.get(kind)
     if reduce is not None:
         return reduce(value)
-    name = _names.get(kind)
-    if name is not None:
-        fields = _fields(kind)
-        return name, fields, [getattr(value, field) for field in fields]
     if isinstance(value, np.ndarray | np.generic | buffers.Typed) or hasattr(value, "__dlpack__"):
         return _reduce_array(value)
     if isinstance(value, dict):
@@ -225,29 +231,22 @@ def _no_array(error: UsageError, path: str) -> UsageError:
 
 def _rebuild(code: int | None, value: Any) -> Any:
     """Make a value from what `_reduce` turned it into. That `value` is plain is all that is certain."""
-    rebuild = _rebuild_record if code is None else _REBUILDS.get(code)
+    rebuild = _refuse_record if code is None else _REBUILDS.get(code)
     if rebuild is None:
         raise ProtocolError(f"malformed object: extension {code} is unknown")
     return rebuild(value)
 
 
-def _rebuild_record(record: tuple[str, tuple[str, ...], list[Any]]) -> Any:
-    name, fields, values = record
+def _refuse_record(record: tuple[str, tuple[str, ...], list[Any]]) -> Any:
+    """Say what is wrong with a record that the core does not know."""
+    name, fields, _ = record
     cls = _classes.get(name)
     if cls is None:
         raise ProtocolError(f"the class {name[:80]!r} is not registered here; give it to unisono.register")
     declared = _fields(cls)
-    if declared != fields or len(values) != len(fields):
+    if declared != fields:
         raise ProtocolError(f"the class {name!r} has other fields here: {declared}, not {fields}")
-    if issubclass(cls, msgspec.Struct):
-        return cls(**dict(zip(fields, values, strict=True)))  # as msgspec itself decodes one
-    if issubclass(cls, tuple):
-        return tuple.__new__(cls, values)
-    # Fields are sent, not constructor arguments: __init__ may compute or check fields.
-    made: Any = object.__new__(cls)
-    for field, value in zip(fields, values, strict=True):
-        object.__setattr__(made, field, value)
-    return made
+    raise ProtocolError("malformed object: a record of other parts")
 
 
 def _rebuild_scalar(parts: Any) -> Any:
@@ -333,7 +332,15 @@ _native.set_kinds(
         "status_type": Status,
         "array_type": np.ndarray,
         "empty": np.empty,
+        "object_new": object.__new__,
         "dtypes": [None if dtype is BFLOAT16 else dtype.storage for dtype in DTYPES.values()],
+        "records": _records,
+        "makers": _makers,
+        "scalars": {dtype.storage.type: dtype.code for dtype in DTYPES.values() if dtype is not BFLOAT16},
+        "one_element": [
+            None if dtype is BFLOAT16 else np.zeros(1, dtype.storage) for dtype in DTYPES.values()
+        ],
+        "scalar_extension": _SCALAR,
     }
 )
 register(Status)

@@ -28,7 +28,7 @@ from tests.support.ranks import run_ranks
 import unisono as uni
 from unisono._native import BLOB_BYTES_MIN
 from unisono.core.codec import pack, pack_parts, pack_writable, register, unpack, unpack_parts
-from unisono.core.dtypes import DTYPES
+from unisono.core.dtypes import BFLOAT16, DTYPES
 from unisono.errors import ProtocolError, UsageError
 
 SOME = settings(derandomize=True, deadline=None, database=None, max_examples=80)
@@ -396,6 +396,113 @@ def test_dataclasses_come_back_with_the_fields_that_were_sent_and_no_constructor
     changed = Sealed("abc")
     object.__setattr__(changed, "size", 99)
     assert unpack(pack(changed)).size == 99
+
+
+@pytest.mark.parametrize("dtype", [d for d in DTYPES.values() if d is not BFLOAT16], ids=str)
+def test_a_scalar_of_numpy_comes_back_with_its_type_and_its_bits(dtype):
+    extremes = [dtype.storage.type(0), dtype.storage.type(1)]
+    if dtype.storage.kind in "iu":
+        extremes += [np.iinfo(dtype.storage).min, np.iinfo(dtype.storage).max]
+    elif dtype.storage.kind in "fc":
+        extremes += [np.nan, -np.inf, 1 / 3]
+    for extreme in extremes:
+        scalar = dtype.storage.type(extreme)
+        back = unpack(pack([scalar, {"k": (scalar,)}]))
+        assert [type(back[0]), type(back[1]["k"][0])] == [type(scalar)] * 2
+        assert back[0].tobytes() == back[1]["k"][0].tobytes() == scalar.tobytes()
+
+
+def test_scalars_do_not_share_memory():
+    one, two = unpack(pack([np.float64(1.5), np.float64(2.5)]))
+    assert (one, two, unpack(pack(np.float64(3.5)))) == (1.5, 2.5, 3.5)
+
+
+@register
+@dataclasses.dataclass(slots=True, frozen=True)
+class Slotted:
+    label: str
+    inner: object = None
+
+
+@register
+class Grid(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    row_count: int
+    cells: object = None
+
+
+@register
+class Corner(NamedTuple):
+    x: int
+    y: object
+
+
+@register
+@dataclasses.dataclass
+class Bare:
+    pass
+
+
+@register
+@dataclasses.dataclass
+class Hooked:
+    """Its own ways to make it and to set its fields are not taken."""
+
+    x: int
+
+    def __init__(self) -> None:
+        raise AssertionError("not called")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AssertionError("not called")
+
+
+def _hooked(x: int) -> Hooked:
+    made = object.__new__(Hooked)
+    object.__setattr__(made, "x", x)
+    return made
+
+
+WIDE = register(dataclasses.make_dataclass("Wide", [(f"field_{i:03}", int) for i in range(300)]))
+WIDE.__module__ = __name__
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Slotted("a", Slotted("ü" * 300, [1.5])),
+        Grid(row_count=3, cells=[Corner(1, None), Corner(2, Grid(row_count=0))]),
+        Corner(2**40, {"k": Bare()}),
+        _hooked(5),
+        WIDE(*range(300)),
+        [Bare()] * 300,
+        {Corner(i, i): Slotted(str(i), Corner(-i, b"x" * i)) for i in range(40)},
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_instances_of_registered_classes_come_back_as_themselves(value):
+    back = unpack(pack(value))
+    assert type(back) is type(value)
+    assert back == value
+
+
+def test_a_field_that_is_missing_is_the_users_own_error():
+    broken = object.__new__(Slotted)
+    with pytest.raises(AttributeError, match="label"):
+        pack([broken])
+
+
+@pytest.mark.parametrize("value", [Slotted("a", 1), Grid(row_count=1), Corner(1, 2)], ids=str)
+def test_a_record_of_other_values_or_fields_is_a_protocol_error(value):
+    packed = pack(value)
+    field = b"label" if isinstance(value, Slotted) else b"row_count" if isinstance(value, Grid) else b"\x01x"
+    renamed = packed.replace(field, b"\x01q" if len(field) == 2 else b"q" * len(field))
+    with pytest.raises(ProtocolError, match="has other fields here"):
+        unpack(renamed)
+    with pytest.raises(ProtocolError, match="is not registered here"):
+        unpack(packed.replace(b"test_codec", b"test_codeq"))
+    for cut in range(9, len(packed)):
+        with pytest.raises(ProtocolError):
+            unpack((cut << 16 | packed[0] | packed[1] << 8).to_bytes(8, "little") + packed[8:cut])
 
 
 # -- what has no place in it --------------------------------------------------------------------------
