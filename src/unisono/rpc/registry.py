@@ -146,17 +146,25 @@ class Signature:
         hints = _checkable_hints(fn)
         self._hints = {p.name: hints.get(p.name, _NO_HINT) for p in parameters}
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        self._is_positional = self._signature is not None and len(positional) == len(parameters)
-        self._required = sum(p.default is p.empty for p in positional)
+        keywords = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+        # Without *args, **kwargs and the like, a few tables say what `inspect` would find out for each call.
+        self._is_plain = self._signature is not None and len(positional) + len(keywords) == len(parameters)
         self._positional = [(p.name, self._hints[p.name]) for p in positional]
+        # Where each parameter stands among the positional ones; one that is keyword-only, behind all of them.
+        self._places = {p.name: place for place, p in enumerate(positional + keywords)}
+        self._by_name = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
+        self._required = [p.name for p in positional + keywords if p.default is p.empty]
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """The arguments to call the function with: see Parameters."""
-        if self._is_positional and not kwargs and self._required <= len(args) <= len(self._positional):
+        if self._is_plain and self._takes(len(args), kwargs):
             for (_, hint), value in zip(self._positional, args, strict=False):
                 if hint is not _NO_HINT and type(value) is not hint:
                     named = zip(self._positional, args, strict=False)
-                    return [_convert(name, hint, value) for (name, hint), value in named], kwargs
+                    args = [_convert(name, hint, value) for (name, hint), value in named]
+                    break
+            if kwargs:
+                kwargs = {name: _convert(name, self._hints[name], value) for name, value in kwargs.items()}
             return args, kwargs
         if self._signature is None:
             return args, kwargs
@@ -172,6 +180,16 @@ class Signature:
                     converted = _convert(name, hint, value)
             bound.arguments[name] = converted
         return bound.args, bound.kwargs
+
+    def _takes(self, count: int, kwargs: Mapping[str, Any]) -> bool:
+        """Whether the function takes so many positional arguments and these by keyword."""
+        if count > len(self._positional):
+            return False
+        places = self._places
+        for name in kwargs:
+            if name not in self._by_name or places[name] < count:
+                return False
+        return all(places[name] < count or name in kwargs for name in self._required)
 
 
 def _convert(name: str, hint: Any, value: Any) -> Any:
