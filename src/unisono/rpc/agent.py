@@ -311,7 +311,7 @@ class Agent:
         name = cls if isinstance(cls, str) else cls.__name__
         rank = self._peers.find(dst, self._runtime.deadline(TIMEOUT_S)).rank
         reference = Reference(rank, name, self.call(rank, name, *args, timeout=timeout, **kwargs))
-        return Proxy(self, reference, partial(self._release, reference), self._runtime.call_soon)
+        return Proxy(self, reference, partial(self._release, reference), self._runtime.finalizer)
 
     def proxy(self, reference: Reference) -> Proxy:
         """Call an object that another rank has made; this proxy does not keep it alive.

@@ -8,12 +8,12 @@ from __future__ import annotations
 import inspect
 import itertools
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol
 
+from unisono.core.clock import Finalizer
 from unisono.core.codec import register
 from unisono.core.work import Work
 from unisono.errors import UsageError
@@ -54,7 +54,8 @@ class Caller(Protocol):
 class Proxy:
     """Stands for an object of another rank: its exposed methods can be called.
 
-    `proxy.start.method(...)` returns a Work. The object is released with the proxy that made it.
+    `proxy.start.method(...)` returns a Work. The object is released with the proxy that made it; a method and
+    a call under way keep that.
     """
 
     def __init__(
@@ -62,17 +63,13 @@ class Proxy:
         agent: Caller,
         reference: Reference,
         release: Callable[[], None] | None = None,
-        call_soon: Callable[[Callable[[], None]], object] | None = None,
+        finalizer: Callable[[object, Callable[[], None]], Finalizer] | None = None,
     ) -> None:
-        """With `release`, the proxy owns the object; `call_soon` runs it where no lock is held."""
+        """With `release`, the proxy owns the object; `finalizer` calls it once the proxy was dropped."""
         self._agent = agent
         self._reference = reference
         self._release = release
-        self._finalizer: Any = None
-        if release is not None and call_soon is not None:
-            # The garbage collector may run it anywhere.
-            self._finalizer = weakref.finalize(self, call_soon, release)
-            self._finalizer.atexit = False
+        self._finalizer = finalizer(self, release) if release is not None and finalizer is not None else None
 
     @property
     def reference(self) -> Reference:
@@ -82,15 +79,24 @@ class Proxy:
     @property
     def start(self) -> _Started:
         """The same methods, started."""
-        return _Started(self._agent, self._reference)
+        return _Started(self)
 
     def release(self) -> None:
         """Release the object now, if this proxy owns it."""
-        if self._release is not None and self._finalizer.detach() is not None:
+        if self._release is not None and self._finalizer is not None and self._finalizer.detach():
             self._release()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return _method(self._agent.call, self._reference, name)
+        return partial(self._call, _method_name(self._reference, name))
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """A frame of this refers to the proxy until the answer is here."""
+        return self._agent.call(self._reference.rank, method, self._reference.number, *args, **kwargs)
+
+    def _start(self, method: str, *args: Any, **kwargs: Any) -> Work[Any]:
+        work = self._agent.start(self._reference.rank, method, self._reference.number, *args, **kwargs)
+        work._on_end(partial(_let_go, self))  # the work refers to the proxy until it ends
+        return work
 
     def __repr__(self) -> str:
         it = self._reference
@@ -100,18 +106,21 @@ class Proxy:
 class _Started:
     """The methods of an object, each returning a Work."""
 
-    def __init__(self, agent: Caller, reference: Reference) -> None:
-        self._agent = agent
-        self._reference = reference
+    def __init__(self, proxy: Proxy) -> None:
+        self._proxy = proxy
 
     def __getattr__(self, name: str) -> Callable[..., Work[Any]]:
-        return _method(self._agent.start, self._reference, name)
+        return partial(self._proxy._start, _method_name(self._proxy._reference, name))
 
 
-def _method(call: Callable[..., Any], reference: Reference, name: str) -> Callable[..., Any]:
+def _method_name(reference: Reference, name: str) -> str:
     if name.startswith("_"):
         raise AttributeError(f"{name!r} is not an exposed method")
-    return partial(call, reference.rank, f"{reference.class_name}.{name}", reference.number)
+    return f"{reference.class_name}.{name}"
+
+
+def _let_go(proxy: Proxy) -> None:
+    """Drop the proxy, with the last reference to the caller's callback."""
 
 
 class Objects:

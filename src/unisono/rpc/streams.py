@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from unisono.core.runtime import Runtime
@@ -104,9 +105,11 @@ class Stream(Iterator[Any], AsyncIterator[Any]):
         self._buffer = buffer
         self._timeout = timeout
         self._next = 0
+        self._finalizer = runtime.finalizer(self, partial(_end, pending))
 
     def close(self) -> None:
         """End the stream: the generator is closed, too."""
+        self._finalizer.detach()
         self._pending.cancel()
 
     def __iter__(self) -> Self:
@@ -154,7 +157,10 @@ class Stream(Iterator[Any], AsyncIterator[Any]):
 
     def _is_over(self) -> bool:
         pending = self._pending
-        return pending.is_done and pending.wait() <= self._next  # `wait` raises the error of a failed call
+        if not pending.is_done:
+            return False
+        self._finalizer.detach()
+        return bool(pending.wait() <= self._next)  # `wait` raises the error of a failed call
 
     def _expired(self) -> DeadlineExceeded:
         pending = self._pending
@@ -181,11 +187,6 @@ class Stream(Iterator[Any], AsyncIterator[Any]):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        pending = getattr(self, "_pending", None)
-        if pending is not None and not pending.is_done:
-            self._runtime.call_soon(pending.cancel)
-
     def _take(self) -> Any:
         value, error = self._buffer.items.pop(self._next)
         self._next += 1
@@ -195,6 +196,11 @@ class Stream(Iterator[Any], AsyncIterator[Any]):
             self.close()
             raise error
         return value
+
+
+def _end(pending: PendingCall) -> None:
+    """The reader has dropped the stream."""
+    pending.cancel()
 
 
 def wake_loop() -> tuple[asyncio.Future[None], Callable[[], None]]:

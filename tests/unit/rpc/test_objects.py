@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
-from tests.support.calls import Counter
+from tests.support.calls import LONG_S, Counter
 
 import unisono as uni
 from unisono.rpc import Agent
@@ -66,3 +67,47 @@ def with_objects(comm: uni.Communicator) -> str:
 
 def test_objects_live_on_another_rank_until_they_are_released(world_of):
     assert world_of(with_objects, 2) == ["ok"] * 2
+
+
+class Gate:
+    """Its method returns when it is told to."""
+
+    opened = threading.Event()
+
+    def passed(self, count: int) -> int:
+        assert Gate.opened.wait(LONG_S)
+        return count
+
+
+def with_dropped_proxies(comm: uni.Communicator) -> str:
+    agent = Agent(comm)
+    agent.expose(Counter)
+    agent.expose(Gate)
+    agent.register("held", lambda: len(agent._objects))
+    agent.register("open", Gate.opened.set)
+    Gate.opened.clear()
+    comm.barrier()
+    if comm.rank == 0:
+        add, start_add = agent.remote(1, Counter).add, agent.remote(1, Counter, 5).start.add
+        work = agent.remote(1, Gate).start.passed(3)
+        dropped = agent.remote(1, Counter)
+        assert dropped.add(1) == 1
+        assert agent.call(1, "held") == 4
+        del dropped  # its release is the last in the queue, if the others were queued
+        while agent.call(1, "held") == 4:
+            time.sleep(0.001)
+        assert (add(1), start_add(1).wait(), agent.call(1, "held")) == (1, 6, 3)
+        agent.call(1, "open")
+        assert work.wait() == 3
+        del add, start_add, work
+        while agent.call(1, "held"):
+            time.sleep(0.001)
+        for number in range(50):
+            assert agent.remote(1, Counter, number).add(1) == number + 1
+            assert agent.remote(1, Counter, number).start.add(2).wait() == number + 2
+    comm.barrier()
+    return "ok"
+
+
+def test_a_method_and_a_call_under_way_keep_the_object_of_a_dropped_proxy(world_of):
+    assert world_of(with_dropped_proxies, 2) == ["ok"] * 2
