@@ -292,7 +292,7 @@ def echo(x: Any) -> Any:
     return x
 
 
-def rank_of_torch(address: Any, rank: int, port: int, is_tcp: bool) -> None:
+def rank_of_torch(address: Any, rank: int, size: int, port: int, is_tcp: bool) -> None:
     """With `is_tcp` everything travels by TCP; else large tensors travel by shared memory on one host."""
     import torch
     from torch.distributed import rpc
@@ -301,13 +301,14 @@ def rank_of_torch(address: Any, rank: int, port: int, is_tcp: bool) -> None:
     options = rpc.TensorPipeRpcBackendOptions()
     if is_tcp:
         options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
-    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size, rpc_backend_options=options)
     if rank == 0:
         serve_questions(
             address,
             lambda *args, **kwargs: rpc.rpc_sync("worker1", echo, args, kwargs),
             lambda dst, value: rpc.rpc_async(f"worker{dst}", echo, (value,)).wait,
             lambda value: torch.from_numpy(value) if isinstance(value, np.ndarray) else value,
+            ranks=size,
         )
     rpc.shutdown()
 
@@ -370,7 +371,7 @@ def programs(
         case "shm" | "tcp" | "tls":
             return [(spawn_unisono, (address, name, size))]
         case "torch" | "torch-tcp":
-            return [(rank_of_torch, (address, rank, port, name == "torch-tcp")) for rank in range(2)]
+            return [(rank_of_torch, (address, rank, size, port, name == "torch-tcp")) for rank in range(size)]
         case "grpc":
             return [(client_of_grpc, (address, port)), (server_of_grpc, (port,))]
         case _:

@@ -1,0 +1,187 @@
+"""What bench/rpc.py has measured, as Markdown tables. Pure: it knows neither clocks nor processes.
+
+The data of a run is a dict that JSON can hold; `merge` puts that of several runs together, so that a long
+bench can be made in short pieces.
+
+A *turn* is one measurement of each of the things that are compared: the ratio of two is taken within a turn,
+and shown as its median with the least and the most.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
+
+__all__ = ["PARTS", "merge", "tables"]
+
+# By name of what was measured: a time in microseconds, or p50, p99 and p99.9 of it.
+Turn: TypeAlias = dict[str, Any]
+
+# What each of ours is compared with.
+PEERS = {"shm": ("torch",), "tcp": ("torch-tcp", "torch"), "tls": ("torch-tcp",)}
+LIBRARIES = ("shm", "tcp", "tls", "torch", "torch-tcp", "grpc", "zmq")
+OURS = ("shm", "tcp", "tls")
+MESSAGES, FORMS = "messages", ("bytes", "bytearray", "text", "array")
+
+
+def merge(into: dict[str, Any], new: dict[str, Any]) -> None:
+    """Add the turns of another run to each row."""
+    for part, rows in new.items():
+        if part == "about":
+            into.setdefault(part, []).extend(rows)
+            continue
+        for row, turns in rows.items():
+            into.setdefault(part, {}).setdefault(row, []).extend(turns)
+
+
+def tables(data: dict[str, Any], parts: Iterable[str]) -> Iterator[str]:
+    """The lines of all tables for which there is data."""
+    for about in data.get("about", ()):
+        yield f"- {about}"
+    for part in parts:
+        if data.get(part):
+            yield ""
+            yield from PARTS[part](data[part])
+
+
+def kinds(rows: dict[str, list[Turn]]) -> Iterator[str]:
+    """Each kind of argument, there and back."""
+    names = [name for name in LIBRARIES if any(name in turn for turns in rows.values() for turn in turns)]
+    pairs = [(name, peer) for name in names for peer in PEERS.get(name, ()) if peer in names]
+    yield from head(["there and back, p50 us", *names, *(f"{name} / {peer}" for name, peer in pairs)])
+    for row, turns in rows.items():
+        cells = [middle(turns, name) for name in names]
+        yield line([row, *cells, *(ratio(turns, name, peer) for name, peer in pairs)])
+    yield ""
+    ours = [name for name in names if name in OURS]
+    yield from head(["p99, p99.9 us", *ours])
+    for row, turns in rows.items():
+        yield line(
+            [row, *(f"{middle(turns, name, 1)}, {middle(turns, name, 2)}".strip(", ") for name in ours)]
+        )
+    yield ""
+    yield from head(["in calls with an int", *ours])
+    for row, turns in rows.items():
+        if row != "int" and "int" in rows:
+            yield line([row, *(beside(turns, rows["int"], name) for name in ours)])
+
+
+def sendrecv(rows: dict[str, list[Turn]]) -> Iterator[str]:
+    """Calls with bytes and with an array beside the same bytes by send and recv."""
+    yield from head(["link, bytes", "send and recv us", "bytes us", "array us", "bytes /", "array /"])
+    for row, turns in rows.items():
+        times = [middle(turns, name) for name in (MESSAGES, "bytes", "array")]
+        yield line([row, *times, ratio(turns, "bytes", MESSAGES), ratio(turns, "array", MESSAGES)])
+
+
+def steps(rows: dict[str, list[Turn]]) -> Iterator[str]:
+    """Twice the bytes, and one byte more than each threshold."""
+    yield from head(["link", "bytes", "us", "twice as many", "ratio"])
+    for name, turns in rows.items():
+        sizes = sorted({int(size) for turn in turns for size in turn})
+        for low in sizes:
+            high = 2 * low if 2 * low in sizes else low + 2
+            if high in sizes:
+                times = [middle(turns, str(low)), middle(turns, str(high))]
+                shown = f"{high:,}: {times[1]}"
+                yield line([name, f"{low:,}", times[0], shown, ratio(turns, str(high), str(low))])
+
+
+def alike(rows: dict[str, list[Turn]]) -> Iterator[str]:
+    """Bytes, bytearray, text and an array of one size."""
+    yield from head(["link, bytes", *(f"{form} us" for form in FORMS), "slowest / fastest"])
+    for row, turns in rows.items():
+        ratios = [max(p50(turn, f) for f in FORMS) / min(p50(turn, f) for f in FORMS) for turn in turns]
+        yield line([row, *(middle(turns, form) for form in FORMS), spread(ratios)])
+
+
+def load(rows: dict[str, list[Turn]]) -> Iterator[str]:
+    """Many calls under way: rates, and the time from start to answer."""
+    names = [name for name in LIBRARIES if any(name in turn for turns in rows.values() for turn in turns)]
+    yield from head(["under way", "library", "calls/s", "p50, p99, p99.9 us", "rate / torch"])
+    for row, turns in rows.items():
+        for name in names:
+            some = [turn for turn in turns if name in turn]
+            if some:
+                percentiles = ", ".join(middle(some, name, at) for at in (1, 2, 3))
+                ratios = [
+                    f"{peer} {ratio(some, name, peer)}"
+                    for peer in PEERS.get(name, ())
+                    if ratio(some, name, peer)
+                ]
+                yield line([row, name, middle(some, name), percentiles, "; ".join(ratios)])
+
+
+def busy(rows: dict[str, list[Turn]]) -> Iterator[str]:
+    """One call at a time while the callee's main thread is busy."""
+    yield from head(["link, callee's main thread", "p50 us", "p99", "p99.9"])
+    for row, turns in rows.items():
+        yield line([row, *(middle(turns, "int", at) for at in range(3))])
+
+
+def wakes(rows: dict[str, list[Turn]]) -> Iterator[str]:
+    """How often threads go to sleep per call."""
+    yield from head(["link, argument", "voluntary context switches per call"])
+    for row, turns in rows.items():
+        roles = sorted({role for turn in turns for role in turn})
+        cells = [f"{role} {statistics.median(turn.get(role, 0.0) for turn in turns):.2f}" for role in roles]
+        yield line([row, ", ".join(cells) or "none"])
+
+
+PARTS: dict[str, Callable[[dict[str, list[Turn]]], Iterator[str]]] = {
+    "kinds": kinds,
+    "sendrecv": sendrecv,
+    "steps": steps,
+    "alike": alike,
+    "load": load,
+    "busy": busy,
+    "wakes": wakes,
+}
+
+
+# -- cells -----------------------------------------------------------------------------------------------
+
+
+def p50(turn: Turn, name: str, at: int = 0) -> float:
+    """The first number of a measurement, or another one."""
+    measured = turn[name]
+    return float(measured[at] if isinstance(measured, list | tuple) else measured)
+
+
+def middle(turns: list[Turn], name: str, at: int = 0) -> str:
+    """The median of the turns; empty without any."""
+    found = [p50(turn, name, at) for turn in turns if name in turn]
+    return figure(statistics.median(found)) if found else ""
+
+
+def figure(number: float) -> str:
+    """Three significant digits or so."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.1f}"
+
+
+def ratio(turns: list[Turn], one: str, other: str) -> str:
+    """One beside another in the same turns."""
+    return spread([p50(turn, one) / p50(turn, other) for turn in turns if one in turn and other in turn])
+
+
+def beside(turns: list[Turn], others: list[Turn], name: str) -> str:
+    """The k-th turn of one row beside the k-th of another: they were made one after the other."""
+    both = [(t, o) for t, o in zip(turns, others, strict=False) if name in t and name in o]
+    return spread([p50(t, name) / p50(o, name) for t, o in both])
+
+
+def spread(ratios: list[float]) -> str:
+    """The median, with the least and the most."""
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
+
+
+def head(titles: list[str]) -> Iterator[str]:
+    """The first two lines of a table."""
+    yield line(titles)
+    yield line(["---"] * len(titles))
+
+
+def line(cells: list[str]) -> str:
+    """A row of a table."""
+    return f"| {' | '.join(cells)} |"
