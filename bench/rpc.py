@@ -11,7 +11,7 @@ bytes only. Libraries that are not installed are left out: `pip install grpcio p
     python bench/rpc.py --tables FILE
 
 A whole run takes long. With `--json`, several runs add to one file: make it in short pieces, by `--parts`,
-`--only` and `--rows`, and print the tables of docs/rpc.md from it with `--tables`.
+`--only` and `--rows`, and print all tables from it with `--tables`.
 
 - kinds: each kind of argument there and back; also in calls with an int.
 - sendrecv: echo of bytes and of an array beside the same bytes by send and recv on that link. Rows are sizes.

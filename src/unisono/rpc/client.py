@@ -85,7 +85,8 @@ class CallStarter:
         number = self.transport.next_number()
         window = WINDOW if buffer is not None else 0
         message = self._packed(number, number, name, args, kwargs, deadline.given_s, window)
-        pending = PendingCall(self, peer, number, name, deadline, now)
+        kind = StartedCall if timers else PendingCall
+        pending = kind(self, peer, number, name, deadline, now)
         if buffer is not None:
             pending.buffer = buffer
         if parent is not None:
@@ -315,14 +316,6 @@ class PendingCall(Work[Any], Waitable):
         state = "done" if self.is_done else "under way"
         return f"<Work call {self.name!r} on rank {self.peer.rank}: {state}>"
 
-    def __del__(self) -> None:
-        if not getattr(self, "is_done", True) and not self._runtime.is_dead and not self._client.is_closed:
-            warnings.warn(
-                f"{self!r} was dropped before it ended; keep the Work and wait for it",
-                ResourceWarning,
-                stacklevel=2,
-            )
-
     # -- for the reader of a stream -----------------------------------------------------------------------
 
     def wait_outside_slot(self, waitable: Waitable, deadline: Deadline) -> None:
@@ -439,6 +432,21 @@ class PendingCall(Work[Any], Waitable):
             client.peers.admit(peer)
         for callback in callbacks or ():
             callback()
+
+
+class StartedCall(PendingCall):
+    """A call that the user holds; it warns if it is dropped before it has ended.
+
+    Others have no `__del__`: see core.work.Started.
+    """
+
+    def __del__(self) -> None:
+        if not getattr(self, "is_done", True) and not self._runtime.is_dead and not self._client.is_closed:
+            warnings.warn(
+                f"{self!r} was dropped before it ended; keep the Work and wait for it",
+                ResourceWarning,
+                stacklevel=2,
+            )
 
 
 class _Deadlines:
