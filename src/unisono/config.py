@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from unisono.environment import NO_SETTINGS, OPTION, given
 from unisono.errors import UsageError
@@ -104,6 +104,10 @@ class Config:
     deadlock_after_s: float = _setting(2.0, 0.0)
     """Seconds of waiting after which ranks check whether they are in a deadlock; 0 turns the check off."""
 
+    _given: ClassVar[frozenset[str]] = (
+        frozenset()
+    )  # of each instance: the names of settings that the user chose
+
     def __init__(self, **settings: Any) -> None:
         fields = {f.name: f for f in dataclasses.fields(self)}
         for name in settings:
@@ -114,6 +118,9 @@ class Config:
         chosen = {**_from_environment(os.environ), **settings}
         for name, field in fields.items():
             object.__setattr__(self, name, _checked(field, chosen.get(name, field.default)))
+        # All of them: a copy, such as dataclasses.replace makes.
+        is_copy = chosen.keys() >= fields.keys()
+        self._as_given(n for n in chosen if not is_copy or getattr(self, n) != fields[n].default)
         if self.insecure and self.tls:
             raise UsageError("insecure=True and tls=True contradict each other; allowed: one of them")
         if self.insecure and self.links == "quic":
@@ -126,19 +133,32 @@ class Config:
     def inherited(cls, changes: Mapping[str, str]) -> Config:
         """The settings that a child process will read if its environment has these changes."""
         defaults = {field.name: field.default for field in dataclasses.fields(cls)}
-        return cls(**{**defaults, **_from_environment({**given(), **changes})})
+        found = _from_environment({**given(), **changes})
+        return cls(**{**defaults, **found})._as_given(found)
 
     def changed(self, **changes: Any) -> Config:
         """The same settings but for these."""
-        return Config(**{**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, **changes})
+        kept = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return Config(**{**kept, **changes})._as_given([*self._given, *changes])
 
     def chosen(self, prefix: str) -> list[str]:
-        """The settings with this prefix that differ from their defaults."""
+        """The settings with this prefix that were given, in code or by a variable, whatever their value."""
         return [
-            field.name
-            for field in dataclasses.fields(self)
-            if field.name.startswith(prefix) and getattr(self, field.name) != field.default
+            f.name for f in dataclasses.fields(self) if f.name.startswith(prefix) and f.name in self._given
         ]
+
+    def _as_given(self, names: Iterable[str]) -> Config:
+        object.__setattr__(self, "_given", frozenset(names))
+        return self
+
+    def packed(self) -> dict[str, Any]:
+        """For another process: `unpacked` makes the same settings of it, whatever the variables there."""
+        return {"values": dataclasses.asdict(self), "given": sorted(self._given)}
+
+    @classmethod
+    def unpacked(cls, packed: Mapping[str, Any]) -> Config:
+        """What `packed` has packed."""
+        return cls(**packed["values"])._as_given(packed["given"])
 
     def digest(self) -> str:
         """A hash of the settings, which must be equal on all ranks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pickle
 
 import pytest
 from tests.support.ranks import run_ranks
@@ -240,3 +241,25 @@ def test_the_old_name_of_a_setting_is_refused_with_the_new_one(name, monkeypatch
     monkeypatch.setenv(f"UNISONO_QUIC_{name.upper()}", "2")
     with pytest.raises(UsageError, match=f"UNISONO_IROH_{name.upper()}"):
         Config()
+
+
+@pytest.mark.parametrize("value", [4, 5])
+def test_what_was_given_is_known_whatever_its_value_and_by_every_copy(
+    value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Config().chosen("iroh_") == []
+    assert Config.inherited({}).chosen("iroh_") == []
+    assert dataclasses.replace(Config(), flush_s=1.0).chosen("iroh_") == []
+    assert Config().changed(links="quic").chosen("iroh_") == []
+    assert Config.inherited({"UNISONO_IROH_STREAMS": str(value)}).chosen("iroh_") == ["iroh_streams"]
+    given = Config(iroh_streams=value)
+    for copy in (
+        given,
+        given.changed(flush_s=1.0),
+        Config.unpacked(given.packed()),
+        pickle.loads(pickle.dumps(given)),
+    ):
+        assert copy.chosen("iroh_") == ["iroh_streams"]
+        assert copy.iroh_streams == value
+    monkeypatch.setenv("UNISONO_IROH_STREAMS", str(value))
+    assert Config().chosen("iroh_") == ["iroh_streams"]

@@ -63,7 +63,8 @@ def _run(task: dict[str, Any], packed_arguments: bytearray) -> bytes:
             # All ranks and their seed are on this host: loopback, whatever the environment names.
             network=replace(network(), address=None, advertise=None),
         )
-        with enter(info, task["backend"], Config(**task["config"]), task["timeout"]) as world:
+        config = Config() if task["config"] is None else Config.unpacked(task["config"])
+        with enter(info, task["backend"], config, task["timeout"]) as world:
             value = fn(world, *arguments)
         try:
             return codec.pack({"value": value}, lambda steps: codec.path_of(steps[1:], "the result"))

@@ -88,7 +88,7 @@ def spawn(
     runtime = RealRuntime()
     deadline = runtime.deadline(timeout)
     # Without a config the ranks read theirs from the environment, which `env` may have changed.
-    settings = {} if config is None else dataclasses.asdict(config)
+    settings = None if config is None else config.packed()
     task = {**_program_of(fn, enter), "backend": backend, "config": settings, "timeout": timeout, "size": n}
     arguments = frame(codec.pack(list(args), codec.path_of_argument))
     with contextlib.ExitStack() as stack:
