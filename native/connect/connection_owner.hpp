@@ -5,35 +5,22 @@
 #include <memory>
 #include <string>
 
-#include "connect/handshake.hpp"
 #include "connect/pinger.hpp"
-#include "link/byte_stream.hpp"
-#include "link/shm_link.hpp"
+#include "link/link.hpp"
+#include "wire/admission.hpp"
 
 namespace unisono::engine {
 
-class QuicConnection;
-
-// The result of a handshake: a stream, on one host a socket and the memory to share, or a QUIC connection.
-struct NewConnection {
-  std::int32_t rank;
-  Medium medium;
-  Lane lane;
-  bool checksum;
-  bool is_opener;
-  std::unique_ptr<ByteStream> stream;
-  Descriptor socket;
-  Descriptor memory;
-  Descriptor presence;
-  Probe probe;
-  QuicConnection* quic = nullptr;  // owned by its connector until there is a link
-};
+class Peer;
 
 class ConnectionOwner : public PingOwner {
  public:
   // Whether a caller that has proven its rank gets a link.
-  virtual Admission admit(std::int32_t rank, Medium medium, Lane lane) = 0;
-  virtual void on_connection(NewConnection connection) = 0;
+  virtual Admission admit(std::int32_t rank) = 0;
+  // A handshake with a rank has succeeded, on either side: the peer that its link is made for, or nullptr if it needs
+  // none any more. The owner forgets other handshakes with that rank. `on_link` or `on_refused` follows, perhaps later.
+  virtual Peer* on_admitted(std::int32_t rank) = 0;
+  virtual void on_link(Peer& peer, std::unique_ptr<Link> link) = 0;
   // A connection to a rank failed. `admission` is `leaving` if that rank closes, else `unknown`.
   virtual void on_refused(std::int32_t rank, const std::string& cause, Admission admission) = 0;
 };

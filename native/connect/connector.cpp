@@ -437,7 +437,9 @@ class Connector::Handshake final : public Watcher {
     if (connection.medium == Medium::shm && (!connection.memory || !connection.presence))
       return connector.refuse(*this, "it sent no memory to share");
     connection.probe = introduction_.probe;
-    reply_ = {connector.owner_.admit(connection.rank, connection.medium, connection.lane), 0, connector.probe_};
+    const Admission said = connector.owner_.admit(connection.rank);
+    const bool is_tcp = connection.medium == Medium::tcp;
+    reply_ = {is_tcp ? connector.pairs_.admit(connection.rank, connection.lane, said) : said, 0, connector.probe_};
     std::vector<int> descriptors;
     if (connection.medium == Medium::shm && reply_.admission == Admission::welcome)
       descriptors = {connector.presence_->fd()};
@@ -484,9 +486,9 @@ class Connector::Handshake final : public Watcher {
     unwatch();
     if (tls != nullptr) tls->trust();
     NewConnection made = std::move(connection);
-    ConnectionOwner& owner = connector.owner_;
-    connector.end(*this);
-    owner.on_connection(std::move(made));
+    Connector& to = connector;
+    to.end(*this);
+    to.hand_on(std::move(made));
   }
 
   uint64_t watch_ = 0;
@@ -498,7 +500,8 @@ class Connector::Handshake final : public Watcher {
 
 // ---- the connector ----
 
-Connector::Connector(ConnectionOwner& owner, Poller& poller) : owner_(owner), poller_(poller), pinger_(owner, poller) {}
+Connector::Connector(ConnectionOwner& owner, Poller& poller, SocketPolicy& policy)
+    : owner_(owner), poller_(poller), policy_(policy), pinger_(owner, poller), pairs_(owner, poller, policy) {}
 
 Connector::~Connector() { close(false); }
 
@@ -533,8 +536,9 @@ void Connector::open(std::int32_t rank, std::int32_t size, const std::string& di
   }
 
   if (settings.quic) {
-    quic_ = QuicConnector::make(owner_, poller_, pinger_);
+    quic_ = QuicConnector::make(owner_, poller_, pinger_, policy_);
     if (quic_ == nullptr) fail("this build of unisono has no QUIC");
+    policy_.shares_socket = true;
     return quic_->open(rank, size, secret_, settings, card_);
   }
   const SocketAddress address = SocketAddress::of(settings.bind, settings.port);
@@ -566,9 +570,14 @@ Descriptor Connector::listen_at(SocketAddress& address) {
   return socket;
 }
 
-void Connector::set_ping_address(std::int32_t rank, const Card& card) {
-  if (const SocketAddress address = SocketAddress::of(card.address, card.port); address.bytes != 0)
-    pinger_.set_address(rank, address);
+void Connector::set_cards(const std::vector<Card>& cards) {
+  size_t ranks_here = 0;
+  for (size_t rank = 0; rank < cards.size(); ++rank) {
+    ranks_here += is_here(cards[rank]);
+    if (const SocketAddress address = SocketAddress::of(cards[rank].address, cards[rank].port); address.bytes != 0)
+      pinger_.set_address(static_cast<std::int32_t>(rank), address);
+  }
+  if (quic_ != nullptr) quic_->set_neighbours(ranks_here);
 }
 
 void Connector::secure(const TlsMaterial& material) {
@@ -625,8 +634,14 @@ void Connector::drop_oldest_stranger(const std::string& group) {
   if (oldest != handshakes_.end()) refuse(**oldest, "too many strangers");
 }
 
-void Connector::connect(std::int32_t rank, const Card& card, Medium medium, Lane lane, bool checksum) {
-  if (medium == Medium::quic) return quic_->connect(rank, card);
+void Connector::connect(std::int32_t rank, const Card& card) {
+  if (settings_.shm && is_here(card) && !card.unix_path.empty()) return call(rank, card, Medium::shm, Lane::control);
+  if (quic_ != nullptr) return quic_->connect(rank, card);
+  call(rank, card, Medium::tcp, Lane::control);
+}
+
+void Connector::call(std::int32_t rank, const Card& card, Medium medium, Lane lane) {
+  const bool checksum = settings_.checksum && !settings_.tls && !is_here(card);
   SocketAddress address = SocketAddress::of(card.address, card.port);
   if (medium == Medium::shm)
     address.bytes = unix_address(reinterpret_cast<sockaddr_un&>(address.storage), card.unix_path, directory_.get());
@@ -707,8 +722,28 @@ void Connector::on_unreached(Handshake& h, int error) {
   h.on(HandshakeEvent::unreachable);
 }
 
+// A handshake has succeeded: make the link, or the next connection for it.
+void Connector::hand_on(NewConnection connection) {
+  const std::int32_t rank = connection.rank;
+  if (connection.medium == Medium::tcp && connection.lane == Lane::bulk)
+    return pairs_.complete(rank, std::move(connection.stream), connection.checksum);
+  Peer* peer = owner_.on_admitted(rank);
+  if (peer == nullptr) return;
+  if (connection.medium == Medium::tcp) {
+    pairs_.begin(rank, std::move(connection.stream), connection.is_opener);
+    if (connection.is_opener) call(rank, peer->card, Medium::tcp, Lane::bulk);
+    return;
+  }
+  std::string why;
+  auto link = ShmLink::open(*peer, poller_, std::move(connection.socket), connection.memory, connection.presence,
+                            connection.is_opener, connection.probe, why);
+  if (link == nullptr) return owner_.on_refused(rank, why, Admission::unknown);
+  owner_.on_link(*peer, std::move(link));
+}
+
 void Connector::forget(std::int32_t rank) {
   if (quic_ != nullptr) quic_->forget(rank);
+  pairs_.forget(rank);
   has_due_ = true;
   std::erase_if(handshakes_, [rank](const auto& h) {
     return h->connection.rank == rank && (h->connection.is_opener || h->state == HandshakeState::crossed);
@@ -773,6 +808,7 @@ void Connector::close(bool keep_files) {
     one.reset();
   }
   handshakes_.clear();
+  pairs_.clear();
   if (quic_ != nullptr) quic_->close(keep_files);
   pinger_.close();
   directory_.close();

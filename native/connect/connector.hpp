@@ -1,5 +1,5 @@
-// The connector: listens, connects, and admits processes that know the job's secret. A finished handshake is handed on
-// to the owner, which makes a link of it.
+// The connector: listens, connects, and admits processes that know the job's secret. What a finished handshake leads
+// to, a link over shared memory, TCP or QUIC, goes to the owner.
 //
 // A caller that has not proven itself, a *stranger*, is bounded in time, bytes and number (Settings, whose numbers come
 // from unisono/messaging/strangers.py). It costs one small object, with TLS 64 KiB. A newcomer is never turned away for
@@ -21,6 +21,7 @@
 #include "connect/handshake.hpp"
 #include "connect/pinger.hpp"
 #include "connect/quic_connector.hpp"
+#include "connect/tcp_pairs.hpp"
 #include "link/byte_stream.hpp"
 #include "link/shm_link.hpp"
 #include "link/tls.hpp"
@@ -28,9 +29,23 @@
 
 namespace unisono::engine {
 
+// The result of a handshake: a stream, or on one host a socket and the memory to share.
+struct NewConnection {
+  std::int32_t rank;
+  Medium medium;
+  Lane lane;
+  bool checksum;
+  bool is_opener;
+  std::unique_ptr<ByteStream> stream;
+  Descriptor socket;
+  Descriptor memory;
+  Descriptor presence;
+  Probe probe;
+};
+
 class Connector {
  public:
-  Connector(ConnectionOwner& owner, Poller& poller);
+  Connector(ConnectionOwner& owner, Poller& poller, SocketPolicy& policy);
   ~Connector();
 
   // Throws std::runtime_error with the reason. Only called before any thread runs.
@@ -41,15 +56,14 @@ class Connector {
   // std::runtime_error.
   void secure(const TlsMaterial& material);
   bool is_ready() const { return quic_ != nullptr ? quic_->is_ready() : !settings_.tls || identity_ != nullptr; }
-  // The connector of QUIC links; nullptr if this rank has none.
-  QuicConnector* quic() { return quic_.get(); }
-  const QuicConnector* quic() const { return quic_.get(); }
 
-  // Set where `ping` reaches a rank.
-  void set_ping_address(std::int32_t rank, const Card& card);
+  // Where the ranks are.
+  void set_cards(const std::vector<Card>& cards);
+  bool is_here(const Card& card) const { return card.host == card_.host; }
   void ping(std::int32_t rank) { pinger_.ping(rank); }
 
-  void connect(std::int32_t rank, const Card& card, Medium medium, Lane lane, bool checksum);
+  // Make a link with a rank, of the kind that the settings and its place demand.
+  void connect(std::int32_t rank, const Card& card);
   // Drop the handshake that we opened with a rank, and one of its own that ours crossed.
   void forget(std::int32_t rank);
   // Whether a handshake that we opened with this rank is under way.
@@ -66,6 +80,15 @@ class Connector {
   // Whether a waiting attempt may be possible now; `connect_due` makes those that are.
   bool has_due() const { return has_due_; }
   void connect_due();
+
+  // Links that share a socket: one turn of it for all, what was put since the last turn, and when the next one is due
+  // at the latest.
+  bool poll() { return quic_ != nullptr && quic_->poll(); }
+  void push() {
+    if (quic_ != nullptr) quic_->push();
+  }
+  std::int64_t expiry() const { return quic_ != nullptr ? quic_->expiry() : never; }
+
   // Stop listening and drop all handshakes. `keep_files`: a forked child must leave the parent's socket alone.
   void close(bool keep_files);
   // The number of callers that were refused, and, for a log, their addresses and the reasons: the first few since the
@@ -77,6 +100,8 @@ class Connector {
   class Listener;
   class Handshake;
 
+  void call(std::int32_t rank, const Card& card, Medium medium, Lane lane);
+  void hand_on(NewConnection connection);
   void accept_from(int listener, Medium medium);
   void drop_oldest_stranger(const std::string& group);
   void attempt(Handshake& handshake);
@@ -91,6 +116,7 @@ class Connector {
 
   ConnectionOwner& owner_;
   Poller& poller_;
+  SocketPolicy& policy_;
   std::int32_t rank_ = 0;
   std::int32_t size_ = 0;
   std::string secret_;
@@ -103,6 +129,7 @@ class Connector {
   std::unique_ptr<Listener> listeners_[2];
   Pinger pinger_;
   std::unique_ptr<QuicConnector> quic_;
+  TcpPairs pairs_;
   std::vector<std::unique_ptr<Handshake>> handshakes_;  // oldest first
   bool has_due_ = false;
   std::int64_t beat_ns_ = 0;

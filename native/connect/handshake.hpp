@@ -21,7 +21,7 @@
 
 namespace unisono::engine {
 
-enum class Medium : uint8_t { shm, tcp, quic };
+enum class Medium : uint8_t { shm, tcp };
 
 struct Hello {
   char magic[8];

@@ -4,7 +4,9 @@
 
 namespace unisono::engine {
 
-std::unique_ptr<QuicConnector> QuicConnector::make(ConnectionOwner&, Poller&, Pinger&) { return nullptr; }
+std::unique_ptr<QuicConnector> QuicConnector::make(ConnectionOwner&, Poller&, Pinger&, const SocketPolicy&) {
+  return nullptr;
+}
 
 bool QuicConnector::is_built() { return false; }
 

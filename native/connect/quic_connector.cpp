@@ -24,13 +24,17 @@ constexpr size_t strangers_unproven_max = 16;
 constexpr uint64_t padding_factor = 4;
 constexpr std::int64_t retry_ns = 10 * second;
 // Windows: of one peer by itself, and the least that makes progress.
-constexpr uint64_t window_bytes = 2 << 20, window_bytes_min = 2048;
-// Between hosts: at first, and on a long path, of which one stream gets three quarters: 10 Gb/s x 50 ms are 62.5 MB.
-constexpr uint64_t window_bytes_first = 1 << 20, window_bytes_first_min = 128 << 10, window_bytes_long = 96 << 20;
+constexpr uint64_t window_bytes = 2 * 1024 * 1024;
+constexpr uint64_t window_bytes_min = 2048;
+// Between hosts: at first, and on a long path, of which one stream gets three quarters, 75.5 MB: 10 Gb/s x 50 ms are
+// 62.5 MB.
+constexpr uint64_t window_bytes_first = 1024 * 1024;
+constexpr uint64_t window_bytes_first_min = 128 * 1024;
+constexpr uint64_t window_bytes_long = 96 * 1024 * 1024;
 // Each rank of this host may have to wait for its turn on a core.
 constexpr std::int64_t probe_slack_ns = 10 * millisecond, probe_slack_ns_max = 250 * millisecond;
 // In the best case two of them fill a batch of the socket.
-constexpr size_t datagram_bytes_local = 32'000;
+constexpr size_t datagram_bytes_local = 32 * 1000;
 // A port that answers as closed is asked this often, for 0.4 s, and has to answer so this often. Linux answers six
 // times in a burst, and then once a second.
 constexpr std::int64_t ask_ns = 80 * millisecond;
@@ -72,8 +76,8 @@ struct Suspicion {
 
 class RealQuicConnector final : public QuicConnector, private QuicEndpointOwner {
  public:
-  RealQuicConnector(ConnectionOwner& owner, Poller& poller, Pinger& pinger)
-      : owner_(owner), pinger_(pinger), endpoint_(*this, poller) {}
+  RealQuicConnector(ConnectionOwner& owner, Poller& poller, Pinger& pinger, const SocketPolicy& policy)
+      : owner_(owner), pinger_(pinger), policy_(policy), endpoint_(*this, poller) {}
 
   void open(std::int32_t rank, std::int32_t size, const std::string& secret, const Settings& settings,
             Card& card) override {
@@ -112,14 +116,6 @@ class RealQuicConnector final : public QuicConnector, private QuicEndpointOwner 
     calls_.push_back(std::move(made));
     connect_due();
   }
-
-  std::unique_ptr<Link> link(Peer& peer, QuicConnection& connection, const SocketPolicy& policy) override {
-    ++links_;
-    if (peers_.empty()) peers_.resize(static_cast<size_t>(size_));
-    peers_[static_cast<size_t>(peer.rank)] = &peer;
-    return std::make_unique<QuicLink>(peer, endpoint_, connection, policy);
-  }
-  void turn_away(QuicConnection& connection) override { endpoint_.close(connection, Admission::known); }
 
   void forget(std::int32_t rank) override {
     for (auto call = calls_.begin(); call != calls_.end();) {
@@ -202,6 +198,8 @@ class RealQuicConnector final : public QuicConnector, private QuicEndpointOwner 
   void attempt(Call& call);
   void on_call_changed(std::list<Call>::iterator call);
   void on_stranger_changed(std::list<Stranger>::iterator stranger);
+  // Both sides have greeted: the owner gets the link.
+  void hand_on(std::int32_t rank, QuicConnection& connection);
   void refuse(std::list<Call>::iterator call, const std::string& cause, Admission admission = Admission::unknown);
   void note_refusal(const Stranger& stranger, const std::string& cause);
   void drop_oldest_stranger(const std::string& group);
@@ -215,6 +213,7 @@ class RealQuicConnector final : public QuicConnector, private QuicEndpointOwner 
 
   ConnectionOwner& owner_;
   Pinger& pinger_;
+  const SocketPolicy& policy_;
   std::int32_t rank_ = 0;
   std::int32_t size_ = 0;
   Settings settings_{};
@@ -288,13 +287,7 @@ void RealQuicConnector::on_call_changed(std::list<Call>::iterator call) {
   if (connection.state() == QuicState::linked) {
     const std::int32_t rank = call->rank;
     calls_.erase(call);
-    NewConnection made{};
-    made.rank = rank;
-    made.medium = Medium::quic;
-    made.lane = Lane::control;
-    made.is_opener = true;
-    made.quic = &connection;
-    owner_.on_connection(std::move(made));
+    hand_on(rank, connection);
     return connect_due();
   }
   if (connection.state() != QuicState::closed) return;
@@ -439,16 +432,20 @@ void RealQuicConnector::on_stranger_changed(std::list<Stranger>::iterator strang
   }
   if (connection.state() != QuicState::waiting) return;
   strangers_.erase(stranger);
-  const Admission admission = owner_.admit(connection.rank(), Medium::quic, Lane::control);
+  const Admission admission = owner_.admit(connection.rank());
   if (admission != Admission::welcome) return endpoint_.close(connection, admission);
   connection.welcome();
   endpoint_.on_put(connection, true);
-  NewConnection made{};
-  made.rank = connection.rank();
-  made.medium = Medium::quic;
-  made.lane = Lane::control;
-  made.quic = &connection;
-  owner_.on_connection(std::move(made));
+  hand_on(connection.rank(), connection);
+}
+
+void RealQuicConnector::hand_on(std::int32_t rank, QuicConnection& connection) {
+  Peer* peer = owner_.on_admitted(rank);
+  if (peer == nullptr) return endpoint_.close(connection, Admission::known);
+  ++links_;
+  if (peers_.empty()) peers_.resize(static_cast<size_t>(size_));
+  peers_[static_cast<size_t>(rank)] = peer;
+  owner_.on_link(*peer, std::make_unique<QuicLink>(*peer, endpoint_, connection, policy_));
 }
 
 void RealQuicConnector::note_refusal(const Stranger& stranger, const std::string& cause) {
@@ -517,8 +514,9 @@ void RealQuicConnector::ask_suspects(std::int64_t now) {
 
 }  // namespace
 
-std::unique_ptr<QuicConnector> QuicConnector::make(ConnectionOwner& owner, Poller& poller, Pinger& pinger) {
-  return std::make_unique<RealQuicConnector>(owner, poller, pinger);
+std::unique_ptr<QuicConnector> QuicConnector::make(ConnectionOwner& owner, Poller& poller, Pinger& pinger,
+                                                   const SocketPolicy& policy) {
+  return std::make_unique<RealQuicConnector>(owner, poller, pinger, policy);
 }
 
 bool QuicConnector::is_built() { return true; }

@@ -24,7 +24,8 @@ struct SocketPolicy;
 class QuicConnector {
  public:
   // nullptr if this build has no QUIC.
-  static std::unique_ptr<QuicConnector> make(ConnectionOwner& owner, Poller& poller, Pinger& pinger);
+  static std::unique_ptr<QuicConnector> make(ConnectionOwner& owner, Poller& poller, Pinger& pinger,
+                                             const SocketPolicy& policy);
   static bool is_built();
   virtual ~QuicConnector() = default;
 
@@ -38,9 +39,6 @@ class QuicConnector {
   virtual void set_neighbours(size_t ranks_here) = 0;
 
   virtual void connect(std::int32_t rank, const Card& card) = 0;
-  // The link of a connection that was handed to the owner.
-  virtual std::unique_ptr<Link> link(Peer& peer, QuicConnection& connection, const SocketPolicy& policy) = 0;
-  virtual void turn_away(QuicConnection& connection) = 0;
 
   // The same questions as of the connector.
   virtual void forget(std::int32_t rank) = 0;

@@ -89,39 +89,6 @@ void unregister_engine(Engine& engine) {
 
 }  // namespace
 
-// The control connection of a TCP link whose bulk connection is still being made. It notices if the peer dies
-// meanwhile.
-class Engine::HalfOpenLink final : public Watcher {
- public:
-  HalfOpenLink(Engine& engine, NewConnection& connection)
-      : is_opener(connection.is_opener),
-        engine_(engine),
-        rank_(connection.rank),
-        control_(std::move(connection.stream)) {
-    watch_ = engine_.poller_.add(control_->fd(), EPOLLRDHUP, *this);
-  }
-  ~HalfOpenLink() override { unwatch(); }
-
-  std::unique_ptr<ByteStream> take() {
-    unwatch();
-    return std::move(control_);
-  }
-  // Ends and destroys this.
-  void on_ready(uint32_t) override { engine_.lose(*engine_.peers_[rank_], "died: its connection was closed", false); }
-
-  const bool is_opener;
-
- private:
-  void unwatch() {
-    if (watch_ != 0) engine_.poller_.remove(control_->fd(), std::exchange(watch_, 0));
-  }
-
-  Engine& engine_;
-  const std::int32_t rank_;
-  std::unique_ptr<ByteStream> control_;
-  uint64_t watch_ = 0;
-};
-
 void Mutex::let_others_in() {
   // Called without the lock: wait until a contender has it, but not for ever.
   for (int i = 0; i < 1000 && is_wanted(); ++i) {
@@ -134,7 +101,11 @@ void Mutex::let_others_in() {
 
 Engine::Engine(std::int32_t rank, std::int32_t size, const std::string& directory, std::string secret,
                const Settings& given, std::shared_ptr<LocalWorld> local)
-    : rank(rank), size(size), connector_(*this, poller_), local_(std::move(local)), scratch_(new byte[scratch_bytes]) {
+    : rank(rank),
+      size(size),
+      connector_(*this, poller_, policy_),
+      local_(std::move(local)),
+      scratch_(new byte[scratch_bytes]) {
   if (size < 1 || rank < 0 || rank >= size) throw std::runtime_error("allowed: 0 <= rank < size");
   if (local_ != nullptr && local_->size() != size) throw std::runtime_error("allowed: the size of the local world");
   settings = given;
@@ -181,7 +152,6 @@ void Engine::after_fork_in_child() {
   poller_.close();
   connector_.close(true);
   presence_.close();
-  half_open_links_.clear();
   open_.clear();
   for (auto& peer : peers_) peer->link.reset();
   mutex_.unlock();
@@ -191,15 +161,14 @@ void Engine::connect(const std::vector<Card>& cards) {
   if (cards.size() != peers_.size()) throw std::runtime_error("allowed: one card per rank");
   if (!connector_.is_ready())
     throw std::runtime_error("links are encrypted, and this rank has no credentials: call secure before connect");
+  connector_.set_cards(cards);
   int ranks_here = 0;
   for (size_t i = 0; i < cards.size(); ++i) {
     Peer& peer = *peers_[i];
     peer.card = cards[i];
-    peer.is_same_host = cards[i].host == connector_.card().host;
-    connector_.set_ping_address(peer.rank, peer.card);
+    peer.is_same_host = connector_.is_here(cards[i]);
     ranks_here += peer.is_same_host;
   }
-  if (connector_.quic() != nullptr) connector_.quic()->set_neighbours(static_cast<size_t>(ranks_here));
   is_connected_ = true;
   const int cores_here = cores();
   ranks_per_core_ = static_cast<size_t>((ranks_here + cores_here - 1) / cores_here);
@@ -276,7 +245,7 @@ bool Engine::progress() {
   if (local_ != nullptr && local_->has_arrivals(rank)) [[unlikely]]
     take_arrivals();
   cork();
-  if (connector_.quic() != nullptr) moved |= connector_.quic()->poll();
+  moved |= connector_.poll();
   for (size_t i = 0; i < open_.size(); ++i) {
     Peer& peer = *open_[i];
     moved |= peer.link->poll();
@@ -306,17 +275,14 @@ bool Engine::progress() {
 void Engine::push() {
   if (policy_.links != 0)
     for (Peer* peer : open_) peer->link->push();
-  if (connector_.quic() == nullptr) return;
-  connector_.quic()->push();
+  connector_.push();
   note_timer();
 }
 
 void Engine::note_timer() {
   // What was sent has a timer, of which a sleeping thread does not know yet.
-  if (sleeps_until_ != 0 && next_timer() < sleeps_until_) wake_sleeper();
+  if (sleeps_until_ != 0 && connector_.expiry() < sleeps_until_) wake_sleeper();
 }
-
-std::int64_t Engine::next_timer() const { return connector_.quic() != nullptr ? connector_.quic()->expiry() : never; }
 
 void Engine::add(DeferredWork& deferred) {
   if (deferred.deferred_hook.is_in) return;
@@ -408,8 +374,7 @@ void Engine::back_off(std::int64_t quiet_ns, Hold& held, std::int64_t now, std::
   // The awaited rank may be next in line for this core, and spinning would keep it waiting. If its core is unknown,
   // that has to be assumed.
   const auto is_unknown = [](const Peer* p) { return p->link->core() < 0; };
-  const bool is_known =
-      (policy_.links == 0 && connector_.quic() == nullptr) || std::none_of(open_.begin(), open_.end(), is_unknown);
+  const bool is_known = !policy_.has_sockets() || std::none_of(open_.begin(), open_.end(), is_unknown);
   const std::int64_t spin_ns = !is_crowded ? spin_ns_ : is_known ? spin_ns_long_ : spin_ns_crowded;
   if (!is_shared && quiet_ns < spin_ns) return;
   if (quiet_ns < yield_ns_ && !is_crowded) {
@@ -432,7 +397,7 @@ void Engine::sleep_for_events(Hold& held, std::int64_t until) {
     return;
   }
   is_sleeping_.store(true, std::memory_order_relaxed);
-  sleeps_until_ = std::min(until, next_timer());
+  sleeps_until_ = std::min(until, connector_.expiry());
   const std::int64_t left = sleeps_until_ - now_ns();
   const uint64_t turn = turn_;
   const bool is_background = is_background_;
@@ -480,7 +445,7 @@ void Engine::run() {
     }
     const bool is_asleep = presence_.is_asleep();
     rest_ = is_asleep ? Rest::epoll : Rest::ticking;
-    sleeps_until_ = std::min({beat_at_, next_timer(), is_asleep ? never : now + tick_ns});
+    sleeps_until_ = std::min({beat_at_, connector_.expiry(), is_asleep ? never : now + tick_ns});
     const std::int64_t left = sleeps_until_ - now;
     held.unlock();
     const int count = poller_.wait(events, left);
@@ -527,59 +492,27 @@ void Engine::open_link(Peer& peer) {
   peer.state = Peer::State::opening;
   peer.silent_ns = 0;
   if (local_ != nullptr) return local_->open(rank, peer.rank);
-  const bool is_shm = settings.shm && peer.is_same_host && !peer.card.unix_path.empty();
-  const bool checksum = settings.checksum && !settings.tls && !peer.is_same_host;
-  const Medium medium = is_shm ? Medium::shm : settings.quic ? Medium::quic : Medium::tcp;
-  connector_.connect(peer.rank, peer.card, medium, Lane::control, checksum);
+  connector_.connect(peer.rank, peer.card);
 }
 
-Admission Engine::admit(std::int32_t from, Medium medium, Lane lane) {
+Admission Engine::admit(std::int32_t from) {
   const Peer& peer = *peers_[from];
   if (is_leaving_) return Admission::leaving;
   if (peer.state == Peer::State::down) return Admission::unknown;
   if (peer.state == Peer::State::open) return Admission::known;
-  const auto half = half_open_links_.find(from);
-  if (medium == Medium::tcp && lane == Lane::bulk)
-    return half != half_open_links_.end() && !half->second->is_opener ? Admission::welcome : Admission::unknown;
-  if (half != half_open_links_.end()) return Admission::known;
   // Both connect at once: the lower rank's connection counts, unless it has not reached the peer and perhaps never
   // will.
   if (peer.state == Peer::State::opening && from > rank && !connector_.is_connecting(from)) return Admission::crossing;
   return Admission::welcome;
 }
 
-void Engine::on_connection(NewConnection connection) {
-  Peer& peer = *peers_[connection.rank];
-  if (peer.state == Peer::State::down || peer.state == Peer::State::open) {
-    if (connection.quic != nullptr) connector_.quic()->turn_away(*connection.quic);
-    return;
-  }
+Peer* Engine::on_admitted(std::int32_t of) {
+  Peer& peer = *peers_[of];
+  if (peer.state == Peer::State::down || peer.state == Peer::State::open) return nullptr;
   peer.state = Peer::State::opening;
-  if (connection.lane == Lane::control) connector_.forget(connection.rank);
-  if (connection.medium == Medium::shm) {
-    std::string why;
-    auto link = ShmLink::open(peer, poller_, std::move(connection.socket), connection.memory, connection.presence,
-                              connection.is_opener, connection.probe, why);
-    if (link == nullptr) return lose(peer, why, false);
-    return opened(peer, std::move(link));
-  }
-  if (connection.medium == Medium::quic) return opened(peer, connector_.quic()->link(peer, *connection.quic, policy_));
-  if (connection.lane == Lane::control) {
-    half_open_links_[connection.rank] = std::make_unique<HalfOpenLink>(*this, connection);
-    peer.silent_ns = 0;
-    if (connection.is_opener)
-      connector_.connect(connection.rank, peer.card, Medium::tcp, Lane::bulk, connection.checksum);
-    return;
-  }
-  const auto half = half_open_links_.find(connection.rank);
-  if (half == half_open_links_.end()) return;
-  auto bulk = std::make_unique<Connection>(peer, poller_, std::move(connection.stream), Lane::bulk, connection.checksum,
-                                           policy_);
-  auto control =
-      std::make_unique<Connection>(peer, poller_, half->second->take(), Lane::control, connection.checksum, policy_);
-  half_open_links_.erase(half);
-  if (!bulk->is_watched() || !control->is_watched()) return lose(peer, failure("cannot watch its sockets"), false);
-  opened(peer, std::make_unique<TcpLink>(peer, std::move(bulk), std::move(control), policy_));
+  peer.silent_ns = 0;
+  connector_.forget(of);
+  return &peer;
 }
 
 void Engine::on_refused(std::int32_t to, const std::string& cause, Admission admission) {
@@ -603,12 +536,12 @@ void Engine::take_arrivals() {
       lose(peer, "left", true);
       continue;
     }
-    opened(peer, std::make_unique<ShmLink>(peer, std::move(arrival.memory), std::move(arrival.presence),
-                                           std::move(arrival.doorbell), arrival.is_opener, probe));
+    on_link(peer, std::make_unique<ShmLink>(peer, std::move(arrival.memory), std::move(arrival.presence),
+                                            std::move(arrival.doorbell), arrival.is_opener, probe));
   }
 }
 
-void Engine::opened(Peer& peer, std::unique_ptr<Link> link) {
+void Engine::on_link(Peer& peer, std::unique_ptr<Link> link) {
   peer.on_open(std::move(link));
   open_.push_back(&peer);
   peer.link->start();
@@ -623,7 +556,6 @@ void Engine::lose(Peer& peer, const std::string& cause, bool left) {
   peer.cause = cause;
   peer.left = left;
   std::erase(open_, &peer);
-  half_open_links_.erase(peer.rank);
   connector_.forget(peer.rank);
   peer.end_all(Outcome::peer_down);
   inbox.end_receives_from(peer.rank);
@@ -776,7 +708,6 @@ void Engine::close(std::int64_t flush_ns) {
   connector_.close(false);
   if (local_ != nullptr) local_->leave(rank);
   open_.clear();
-  half_open_links_.clear();
   for (auto& peer : peers_) {
     peer->link.reset();
     if (peer->rank != rank && peer->state != Peer::State::down) {

@@ -13,7 +13,6 @@
 #include <mutex>
 #include <string>
 #include <thread>
-#include <unordered_map>
 #include <vector>
 
 #include "base/poller.hpp"
@@ -104,7 +103,7 @@ class Engine final : public PeerServices, private ConnectionOwner {
   // Between the two, short frames to sockets wait, so that one system call sends them all.
   void cork() { ++policy_.corked; }
   void uncork() {
-    if (--policy_.corked == 0 && (policy_.links != 0 || connector_.quic() != nullptr)) push();
+    if (--policy_.corked == 0 && policy_.has_sockets()) push();
   }
 
   void add(DeferredWork& deferred);
@@ -172,25 +171,22 @@ class Engine final : public PeerServices, private ConnectionOwner {
 
  private:
   enum class Rest : uint8_t { ticking, epoll, deep };  // how the background thread sleeps
-  class HalfOpenLink;
 
   // -- ConnectionOwner
-  Admission admit(std::int32_t from, Medium medium, Lane lane) override;
-  void on_connection(NewConnection connection) override;
+  Admission admit(std::int32_t from) override;
+  Peer* on_admitted(std::int32_t of) override;
+  void on_link(Peer& peer, std::unique_ptr<Link> link) override;
   void on_refused(std::int32_t to, const std::string& cause, Admission admission) override;
   bool is_given_up(std::int32_t by) override { return peers_[by]->state == Peer::State::down && !peers_[by]->left; }
   void on_answer(std::int32_t from, bool is_given_up) override;
 
   void take_arrivals();
-  void opened(Peer& peer, std::unique_ptr<Link> link);
   void lose(Peer& peer, const std::string& cause, bool left);
   // The cause of a peer that has declared this rank dead.
   std::string gave_up_on_us(const std::string& why) const {
     return "gave rank " + std::to_string(rank) + " up: " + why;
   }
   void push();
-  // When the links' first timer is due.
-  std::int64_t next_timer() const;
   // Something may have been sent: the thread that sleeps must wake up for its timer.
   void note_timer();
   bool read_pieces();
@@ -212,14 +208,13 @@ class Engine final : public PeerServices, private ConnectionOwner {
   Mutex mutex_;
   Poller poller_;
   Presence presence_;
+  SocketPolicy policy_;
   Connector connector_;
   const std::shared_ptr<LocalWorld> local_;
   std::unique_ptr<Users> users_;
   uint64_t moves_ = 0;
-  SocketPolicy policy_;
   std::vector<std::unique_ptr<Peer>> peers_;
   std::vector<Peer*> open_;
-  std::unordered_map<std::int32_t, std::unique_ptr<HalfOpenLink>> half_open_links_;
   IntrusiveList<RendezvousReceive, &RendezvousReceive::hook> readers_;
   IntrusiveList<DeferredWork, &DeferredWork::deferred_hook> deferred_;
   std::unique_ptr<byte[]> scratch_;

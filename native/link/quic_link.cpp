@@ -11,7 +11,8 @@ constexpr size_t data_frame_bytes = 1 << 20;
 constexpr size_t data_waiting_bytes = 256 * 1024;
 // Short frames that are kept until they are acknowledged, beside what the credit bounds: as much as the path takes in a
 // round trip, but at least and at most this.
-constexpr size_t copied_bytes_min = 512 * 1024, copied_bytes_max = 16 << 20;
+constexpr size_t copied_bytes_min = 512 * 1024;
+constexpr size_t copied_bytes_max = 16 * 1024 * 1024;
 
 QuicStream stream_of(Lane lane, Kind kind) {
   if (kind == Kind::data) return QuicStream::data;

@@ -20,9 +20,10 @@ class Peer;
 
 // How all links of an engine treat their sockets. It depends on the number of links and on the caller.
 struct SocketPolicy {
-  size_t links = 0;       // over TCP
-  bool busy_poll = true;  // read without waiting for epoll to report something
-  unsigned corked = 0;    // while not 0, short frames wait for `push`: one system call for all
+  size_t links = 0;            // over TCP
+  bool shares_socket = false;  // links over QUIC have one
+  bool busy_poll = true;       // read without waiting for epoll to report something
+  unsigned corked = 0;         // while not 0, short frames wait for `push`: one system call for all
 
   // With more links one epoll call is cheaper than a read of each socket.
   static constexpr size_t busy_poll_links_max = 2;
@@ -30,6 +31,7 @@ struct SocketPolicy {
     links += static_cast<size_t>(more);
     busy_poll = links <= busy_poll_links_max;
   }
+  bool has_sockets() const { return links != 0 || shares_socket; }
 };
 
 // The two halves of a connection. They end independently: what the peer sent before it closed can still be read when

@@ -1,7 +1,8 @@
 // Fuzzing what the engine reads from others: frames of a connection, frames in QUIC streams and datagrams, the memory
-// of a ring, a greeting at the connector. The first two have one corpus.
+// of a ring, a greeting at the connector, datagrams at a port. The first two have one corpus; to that of datagrams the
+// first one of a member is added.
 //
-//   decoders <tcp|quic|ring|connector> <inputs> <seed> <corpus folder>
+//   decoders <tcp|quic|datagram|ring|connector> <inputs> <seed> <corpus folder>
 //
 // Each input is a seed of the corpus, changed at random by a generator that gives the same again for the same number.
 // Built with sanitizers, it ends at the first bad access. It also ends if memory grows. An input is a file of
@@ -28,6 +29,7 @@
 #include "link/tcp_link.hpp"
 #ifdef UNISONO_QUIC
 #include "../native/quic_world.hpp"
+#include "datagrams.hpp"
 #include "link/quic_link.hpp"
 #endif
 
@@ -314,12 +316,12 @@ void feed_ring(const Input& input) {
 
 class AdmitAll final : public ConnectionOwner {
  public:
-  Admission admit(std::int32_t, Medium, Lane) override { return Admission::welcome; }
-  void on_connection(NewConnection) override { ++connections; }
+  Admission admit(std::int32_t) override { return Admission::welcome; }
+  Peer* on_admitted(std::int32_t) override { return nullptr; }
+  void on_link(Peer&, std::unique_ptr<Link>) override {}
   void on_refused(std::int32_t, const std::string&, Admission) override {}
   bool is_given_up(std::int32_t) override { return false; }
   void on_answer(std::int32_t, bool) override {}
-  size_t connections = 0;
 };
 
 constexpr char secret[] = "secret";
@@ -337,6 +339,7 @@ void feed_connector(const Input& input, const std::string& folder) {
   static Poller poller;
   static Presence presence;
   static AdmitAll owner;
+  static SocketPolicy policy;
   static std::unique_ptr<Connector> connector;
   static Descriptor listener;
   static sockaddr_un address{};
@@ -344,7 +347,7 @@ void feed_connector(const Input& input, const std::string& folder) {
   Settings settings = test_settings();
   if (connector == nullptr) {
     check(poller.open() && presence.open(), "there is memory");
-    connector = std::make_unique<Connector>(owner, poller);
+    connector = std::make_unique<Connector>(owner, poller, policy);
     connector->open(0, 2, folder, secret, settings, presence);
     address.sun_family = AF_UNIX;
     std::snprintf(address.sun_path, sizeof address.sun_path, "%s", path.c_str());
@@ -397,7 +400,7 @@ void feed_connector(const Input& input, const std::string& folder) {
     }
     say(at, left);
   } else {
-    connector->connect(1, Card{"", path, "127.0.0.1", 1}, Medium::shm, Lane::control, false);
+    connector->connect(1, Card{connector->card().host, path, "127.0.0.1", 1});
     us = Descriptor(accept4(listener.get(), nullptr, nullptr, SOCK_NONBLOCK));
     Hello hello{};
     if (us && ::recv(us.get(), &hello, sizeof hello, MSG_DONTWAIT) == sizeof hello && mode == 4) {
@@ -516,7 +519,7 @@ size_t resident_bytes() {
 
 int main(int argc, char** argv) {
   if (argc != 5) {
-    std::fprintf(stderr, "decoders <tcp|quic|ring|connector> <inputs> <seed> <corpus folder>\n");
+    std::fprintf(stderr, "decoders <tcp|quic|datagram|ring|connector> <inputs> <seed> <corpus folder>\n");
     return 2;
   }
   const std::string decoder = argv[1];
@@ -524,13 +527,18 @@ int main(int argc, char** argv) {
   char folder[] = "/tmp/unisono-fuzz-XXXXXX";
   check(mkdtemp(folder) != nullptr, "there is a folder");
   std::vector<Input> corpus = read_corpus(argv[4]);
+#ifdef UNISONO_QUIC
+  if (decoder == "datagram")
+    for (Input& made : first_datagrams()) corpus.push_back(std::move(made));
+#endif
   const auto feed = [&](const Input& input) {
     if (decoder == "tcp") return feed_tcp(input);
     if (decoder == "ring") return feed_ring(input);
 #ifdef UNISONO_QUIC
     if (decoder == "quic") return feed_quic(input);
+    if (decoder == "datagram") return feed_datagram(input);
 #endif
-    check(decoder == "connector", "the decoder is one of tcp, quic, ring, connector");
+    check(decoder == "connector", "the decoder is one of tcp, quic, datagram, ring, connector");
     feed_connector(input, folder);
   };
   for (const Input& input : corpus) feed(input);

@@ -274,6 +274,29 @@ void test_cut() {
   }
 }
 
+// On a long path the windows grow with what is read in a round trip: with the first window every 64 MiB would take 64
+// round trips.
+void test_long_path() {
+  const TestAuthority authority(2);
+  QuicWorld world(authority.material(0), authority.material(1), 15);
+  world.weather.delay_ns = 20 * millisecond;
+  for (QuicRank& rank : world.ranks) {
+    rank.path.datagram_bytes = 0;
+    rank.path.is_local = false;
+  }
+  must(world.link(), "a link is made");
+  const std::vector<byte> made = pattern(64 << 20, 15);
+  for (int turn = 0; turn < 2; ++turn) {
+    for (auto& came : world.ranks[1].came) came.clear();
+    world.ranks[0].connection->out(QuicStream::data).lend(made.data(), made.size(), 1);
+    const std::int64_t began = world.now;
+    must(world.run([&] { return world.ranks[0].connection->is_acknowledged(); }, 60 * second), "it arrives");
+    must(world.ranks[1].came[2] == made, "every byte arrived once and in order");
+    const auto first_window = static_cast<std::int64_t>(made.size() / world.ranks[0].path.window_bytes);
+    if (turn == 1) must(world.now - began < first_window * 40 * millisecond / 4, "the windows have grown");
+  }
+}
+
 // Probes find out what the network carries: no datagram is longer.
 void test_probed_path() {
   const TestAuthority authority(2);
@@ -447,6 +470,7 @@ int main(int count, char** words) {
   run("long_after_short", test_long_after_short);
   run("keys", test_keys);
   run("cut", test_cut);
+  run("long path", test_long_path);
   run("probed path", test_probed_path);
   run("black hole", test_black_hole);
   run("too long", test_too_long);

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <map>
 #include <memory>
 #include <random>
@@ -35,6 +36,7 @@ struct Weather {
   size_t bytes_max = SIZE_MAX;  // longer ones are lost
   std::int64_t cut_from = never;
   std::int64_t cut_to = never;
+  std::function<void(std::vector<byte>&)> change = {};  // applied to every datagram
 };
 
 // One rank: a connection at most, and the bytes that arrived on its streams.
@@ -188,6 +190,7 @@ class QuicWorld {
   double draw() { return std::uniform_real_distribution<double>(0, 1)(random_); }
   void throw_in(int from, QuicRank::Datagram one) {
     ++thrown;
+    if (weather.change) weather.change(one.bytes);
     // Whatever is sent to an address that a rank no longer has is lost.
     const int to = 1 - from;
     if (!(one.to == addresses[to]) || one.bytes.size() > weather.bytes_max ||
