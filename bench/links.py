@@ -1,27 +1,32 @@
 """The links of the engine: TCP, TLS, QUIC in datagrams of a network and of loopback, and iroh beside them.
 
-    python bench/links.py [rounds] [kind ...] [--form N] [--plot links.png]
+    python bench/links.py [--json FILE] [--seconds S] [--kinds tls,quic] [--rows TEXT] [--form N]
+                          [--into docs/backends.md] [--plot links.png]
 
-Two ranks, each with a world for every kind of links, in alternating turns. Prints medians and their spread
-(lowest to highest round) as a multiple of TLS in the same round: how long a first round trip takes where
-there is no link yet (20 links), round trips, all_reduce, 64 MiB one way and both ways at once; and 64 MiB one
-way in datagrams of a network of which one in a hundred is lost. `--form N` adds how long N ranks of this host
-take to start, to talk to all others and to end, and how many descriptors a rank has then. `--plot` draws the
-multiples.
+Two ranks, each with a world for every kind of links, in alternating turns: how long a first round trip takes
+where there is no link yet, round trips, all_reduce, 64 MiB one way and both ways at once; and 64 MiB through
+a relay that loses none or one in a hundred of the datagrams of a network. `--form N` measures instead how
+long N ranks of this host take to have links with all others, and how many descriptors a rank has then.
+
+A run takes S seconds: it adds rounds to FILE, first to the rows that have the fewest there. Then it prints
+the table of all rounds in FILE: medians in microseconds, and in brackets the multiple of TLS in the same
+round, its median and its quartiles; and which goals are missed. `--seconds 0` only prints. `--into` puts the
+table between the lines of a page that name this file.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +43,8 @@ from unisono.comm.communicator import Communicator
 KIB, MIB = 1 << 10, 1 << 20
 NETWORK_DATAGRAM = 1452
 SIZES = (8, 4 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB)
-LINKS = 20
-LOST_OF_1000 = (0, 10)
 LONG = 64 * MIB
+VISIT_S = 0.5  # of a row, before the next row has its turn
 JOB = "0123456789abcdef" * 2
 KINDS: dict[str, dict[str, Any]] = {
     "tcp": {},
@@ -49,33 +53,63 @@ KINDS: dict[str, dict[str, Any]] = {
     "quic": {"quic": True},
     "iroh": {},
 }
+LINK_UP = "first round trip, link included"
+RELAY = "64 MiB one way, 1452, through a relay"
+RELAYS = {"none lost": 0, "1 % lost": 10}  # of 1,000 datagrams
+BEGIN, END = "<!-- bench/links.py: begin -->", "<!-- bench/links.py: end -->"
 
 Call = Callable[[Communicator], None]
+Round = dict[str, float]  # seconds by kind
+Rounds = dict[str, list[Round]]  # by row
 
 
-def worlds(base: Communicator, kinds: list[str]) -> dict[str, Communicator]:
-    """A world of the same two ranks for every kind of links."""
-    made: dict[str, Communicator] = {}
-    for kind in kinds:
-        backend: Closable
-        if kind == "iroh":
-            unconnected = UnconnectedIroh(
-                BindSpec(base.rank, 2, "127.0.0.1", True, uni.Config(), secret=b"s")
-            )
-            backend = unconnected.connect(base.all_gather_object(unconnected.card()))
-        else:
-            backend = engine(base, KINDS[kind])
-        made[kind] = Communicator.world(backend)
-    return made
+def in_words(nbytes: int) -> str:
+    if nbytes >= MIB:
+        return f"{nbytes // MIB} MiB"
+    return f"{nbytes // KIB} KiB" if nbytes >= KIB else f"{nbytes} B"
 
 
-def engine(base: Communicator, links: dict[str, Any], relay: str | None = None) -> NativeBackend:
-    """Of two ranks. `relay`: a program through which rank 0 reaches rank 1, and what it is told to lose."""
+# What a row's rounds are compared with: the kind, of which kind its time is how much at most.
+GOALS: dict[str, dict[str, tuple[str, float]]] = {
+    **{
+        f"{call} {size}": {"quic": ("tls", 1.3), "quic 1452": ("tls", 1.3)}
+        for call in ("round trip", "all_reduce")
+        for size in ("8 B", "64 KiB")
+    },
+    **{
+        f"{call} {in_words(size)}": {"quic": ("tls", 1.0)}
+        for call in ("round trip", "all_reduce")
+        for size in SIZES
+        if size >= MIB
+    },
+    "64 MiB one way": {"quic": ("tls", 1.0), "quic 1452": ("tls", 1 / 0.7)},
+    "64 MiB both ways": {"quic": ("tls", 1.0), "quic 1452": ("tls", 1 / 0.6)},
+    RELAY: {"1 % lost": ("none lost", 6.0)},
+}
+LINK_UP_GOAL_S = 3e-3
+
+
+# ---- worlds ----
+
+
+def world_of(base: Communicator, kind: str) -> Communicator:
+    """A world of the same two ranks."""
+    backend: Closable
+    if kind == "iroh":
+        unconnected = UnconnectedIroh(BindSpec(base.rank, 2, "127.0.0.1", True, uni.Config(), secret=b"s"))
+        backend = unconnected.connect(base.all_gather_object(unconnected.card()))
+    else:
+        backend = engine(base, KINDS[kind])
+    return Communicator.world(backend)
+
+
+def engine(base: Communicator, links: dict[str, Any], relay: list[str] | None = None) -> NativeBackend:
+    """Of two ranks. `relay`: a program by which rank 0 reaches rank 1, and how many of 1,000 it loses."""
     folder = tempfile.mkdtemp()
     backend = NativeBackend(base.rank, 2, folder, b"secret", shm=False, neighbours=False, **links)
     card = backend.card()
     if relay is not None and base.rank == 1:
-        program, lost = relay.split()
+        program, lost = relay
         process = subprocess.Popen([program, str(card.port), lost], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         card = card._replace(port=int(process.stdout.readline()))
@@ -100,6 +134,9 @@ def credentials(base: Communicator) -> Credentials:
     mine = key.identity(certificates[base.rank], trusted, now)
     names = [Name(JOB, rank, 0).uri for rank in range(2)]
     return Credentials(names, mine.key_pem, mine.certificate_pem, mine.ca_pem)
+
+
+# ---- calls ----
 
 
 def ping(nbytes: int) -> Call:
@@ -151,119 +188,210 @@ def turn_s(base: Communicator, world: Communicator, call: Call, count: int) -> f
     return statistics.median(times)
 
 
-def link_up(base: Communicator, kinds: list[str]) -> dict[str, list[float]]:
-    """Seconds of first round trips."""
-    took: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for _ in range(LINKS):
-        for kind in kinds:
-            if kind == "iroh":
+# ---- rows ----
+
+
+@dataclass
+class Bench:
+    """Two ranks and what they measure; a row is a name and a function that measures one round of it."""
+
+    base: Communicator
+    kinds: list[str]
+
+    def __post_init__(self) -> None:
+        self._worlds: dict[str, Communicator] = {}
+        self._relay: str | None = None
+
+    def rows(self) -> dict[str, Callable[[], Round]]:
+        made: dict[str, Callable[[], Round]] = {LINK_UP: self.link_up}
+        for nbytes in SIZES:
+            count = max(3, min(300, 8 * MIB // nbytes))
+            made[f"round trip {in_words(nbytes)}"] = self.row(ping(nbytes), count)
+            made[f"all_reduce {in_words(nbytes)}"] = self.row(reduced(nbytes), count)
+        made[f"{in_words(LONG)} one way"] = self.row(one_way(LONG), 3)
+        made[f"{in_words(LONG)} both ways"] = self.row(both_ways(LONG), 3)
+        if "quic 1452" in self.kinds:
+            made[RELAY] = self.relayed
+        return made
+
+    def row(self, call: Call, count: int) -> Callable[[], Round]:
+        def measure() -> Round:
+            took = {}
+            for kind in self.kinds:
+                turn_s(self.base, self.world(kind), call, 1)
+                took[kind] = turn_s(
+                    self.base, self.world(kind), call, min(count, 3 if kind == "iroh" else count)
+                )
+            return took
+
+        return measure
+
+    def world(self, kind: str) -> Communicator:
+        if kind not in self._worlds:
+            self._worlds[kind] = world_of(self.base, kind)
+        return self._worlds[kind]
+
+    def link_up(self) -> Round:
+        took = {}
+        for kind in self.kinds:
+            if kind == "iroh":  # connects when it begins
                 continue
-            world = Communicator.world(engine(base, KINDS[kind]))
-            took[kind].append(turn_s(base, world, ping(8), 1))
-            base.barrier()
+            world = world_of(self.base, kind)
+            took[kind] = turn_s(self.base, world, ping(8), 1)
+            self.base.barrier()
             world.close()
-    return took
+        return took
+
+    def relayed(self) -> Round:
+        if self._relay is None:
+            self._relay = tempfile.mkdtemp() + "/lossy_relay"
+            source = Path(__file__).with_name("lossy_relay.cpp")
+            if self.base.rank == 1:
+                subprocess.run(["c++", "-O2", "-std=c++20", str(source), "-o", self._relay], check=True)
+        for name, lost in RELAYS.items():
+            if name not in self._worlds:
+                backend = engine(self.base, KINDS["quic 1452"], [self._relay, str(lost)])
+                self._worlds[name] = Communicator.world(backend)
+                turn_s(self.base, self._worlds[name], one_way(LONG), 1)
+        return {name: turn_s(self.base, self._worlds[name], one_way(LONG), 1) for name in RELAYS}
+
+    def close(self) -> None:
+        for world in self._worlds.values():
+            self.base.barrier()
+            world.close()
 
 
-def lossy(base: Communicator, rounds: int) -> dict[str, list[float]]:
-    """Seconds of 64 MiB one way through a relay that loses nothing, and one that loses 1 %."""
-    source = Path(__file__).with_name("lossy_relay.cpp")
-    program = Path(tempfile.gettempdir()) / f"lossy_relay-{os.getpid()}"
-    if base.rank == 1:
-        subprocess.run(["c++", "-O2", "-std=c++20", str(source), "-o", str(program)], check=True)
-    took: dict[str, list[float]] = {}
-    for lost in LOST_OF_1000:
-        world = Communicator.world(engine(base, KINDS["quic 1452"], f"{program} {lost}"))
-        name = f"64 MiB one way, quic 1452 through a relay, {lost / 10:g} % lost"
-        took[name] = [turn_s(base, world, one_way(LONG), 1) for _ in range(rounds + 1)][1:]
-        base.barrier()
-        world.close()
-    if base.rank == 1:
-        program.unlink()
-    return took
-
-
-def rank(rounds: int, kinds: list[str]) -> None:
-    cases: dict[str, tuple[Call, int]] = {}
-    for nbytes in SIZES:
-        count = max(3, min(300, 8 * MIB // nbytes))
-        text = (
-            f"{nbytes // MIB} MiB"
-            if nbytes >= MIB
-            else f"{nbytes // KIB} KiB"
-            if nbytes >= KIB
-            else f"{nbytes} B"
-        )
-        cases[f"round trip {text}"] = (ping(nbytes), count)
-        cases[f"all_reduce {text}"] = (reduced(nbytes), count)
-    cases["64 MiB one way"] = (one_way(LONG), 3)
-    cases["64 MiB both ways"] = (both_ways(LONG), 3)
+def rank(kinds: list[str], text: str, ends_s: float, known: Rounds) -> None:
+    """One of the two ranks: measure the row with the fewest rounds until the time is over. Rank 0 decides."""
     with uni.init() as base:
-        began = link_up(base, kinds)
-        made = worlds(base, kinds)
+        bench = Bench(base, kinds)
+        rows = {name: measure for name, measure in bench.rows().items() if text in name}
+        made: Rounds = {name: [] for name in rows}
+        while True:
+            name = min(rows, key=lambda row: len(known.get(row, [])) + len(made[row]))
+            name = base.broadcast_object(name if time.time() < ends_s else None, 0)
+            if name is None:
+                break
+            began, is_over = time.monotonic(), False
+            while not is_over:
+                made[name].append(rows[name]())
+                is_over = base.broadcast_object(time.monotonic() - began > VISIT_S, 0)
+        bench.close()
         if base.rank == 0:
-            print("| microseconds | " + " | ".join(kinds) + " |")
-            print("|---" * (len(kinds) + 1) + "|")
-            firsts = [shown(began, kind) if began[kind] else "" for kind in kinds]
-            print("| first round trip, link included | " + " | ".join(firsts) + " |", flush=True)
-        for name, (call, count) in cases.items():
-            times: dict[str, list[float]] = {kind: [] for kind in kinds}
-            for turn in range(rounds + 1):
-                for kind in kinds:
-                    few = 3 if kind == "iroh" else count
-                    seconds = turn_s(base, made[kind], call, few)
-                    if turn:
-                        times[kind].append(seconds)
-            if base.rank == 0:
-                print(f"| {name} | " + " | ".join(shown(times, kind) for kind in kinds) + " |", flush=True)
-        for world in made.values():
-            world.close()
-        if "quic 1452" in kinds:
-            for name, seconds in lossy(base, rounds).items():
-                if base.rank == 0:
-                    low, middle, high = (f"{f(seconds) * 1e6:.0f}" for f in (min, statistics.median, max))
-                    print(f"| {name} | {middle} ({low}-{high}) |", flush=True)
+            print("ROUNDS " + json.dumps(made), flush=True)
 
 
-def formed(comm: Communicator) -> int:
-    """Talk to every other rank; how many descriptors this one has then."""
+def measured(kinds: list[str], text: str, seconds: float, known: Rounds) -> Rounds:
+    """Run both ranks for some seconds."""
+    given = json.dumps([kinds, text, time.time() + seconds, known])
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(given)
+        file.flush()
+        run = [sys.executable, "-m", "unisono", "run", "-n", "2", __file__, "--rank", file.name]
+        ended = subprocess.run(run, capture_output=True, text=True, timeout=seconds + 300, check=False)
+    for line in ended.stdout.splitlines():
+        if "ROUNDS " in line:
+            made: Rounds = json.loads(line.partition("ROUNDS ")[2])
+            return made
+    sys.exit(ended.stdout[-2000:] + ended.stderr[-2000:])
+
+
+# ---- many ranks ----
+
+
+def formed(comm: Communicator) -> tuple[float, int]:
+    """Talk to every other rank: how long that took, and how many descriptors this one has then."""
+    started = time.perf_counter()
     comm.barrier()
     comm.all_to_all(np.zeros((comm.size, 1)))
     comm.barrier()
-    return len(os.listdir("/proc/self/fd"))
+    return time.perf_counter() - started, len(os.listdir("/proc/self/fd"))
 
 
-def form(size: int, rounds: int) -> None:
-    """Print how long a world takes to begin and to end, and its descriptors."""
-    how: dict[str, uni.Config] = {
-        "tls": uni.Config(shm=False, tls=True),
-        "quic": uni.Config(shm=False, links="quic"),
-    }
-    took: dict[str, list[float]] = {kind: [] for kind in how}
-    most: dict[str, int] = {}
-    for _ in range(rounds):
+def forming(size: int, seconds: float) -> Iterator[tuple[str, Round]]:
+    """Rows of ranks that make links with all others: over TLS, over QUIC, in turns."""
+    how = {"tls": uni.Config(shm=False, tls=True), "quic": uni.Config(shm=False, links="quic")}
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        links: Round = {}
+        whole: Round = {}
+        descriptors: Round = {}
         for kind, config in how.items():
             started = time.perf_counter()
-            most[kind] = max(uni.spawn(formed, size, config=config, timeout=300))
-            took[kind].append(time.perf_counter() - started)
-    print(
-        f"| {size} ranks: start, barrier, all_to_all, end; most descriptors | "
-        + " | ".join(f"{kind}: {shown(took, kind)}; {most[kind]}" for kind in how)
-        + " |"
-    )
+            ranks = uni.spawn(formed, size, config=config, timeout=300)
+            whole[kind] = time.perf_counter() - started
+            links[kind] = max(took for took, _ in ranks)
+            descriptors[kind] = max(count for _, count in ranks)
+        yield f"{size} ranks: all links", links
+        yield f"{size} ranks: start, all links, end", whole
+        yield f"{size} ranks: descriptors of a rank", {kind: n * 1e-6 for kind, n in descriptors.items()}
 
 
-def plot(rows: dict[str, dict[str, float]], file: str) -> None:
+# ---- the table ----
+
+
+def multiples(rounds: list[Round], kind: str, of: str = "tls") -> list[float]:
+    return sorted(took[kind] / took[of] for took in rounds if kind in took and of in took)
+
+
+def cell(rounds: list[Round], kind: str) -> str:
+    """Median, and the multiple of TLS with its quartiles."""
+    times = [took[kind] * 1e6 for took in rounds if kind in took]
+    if not times:
+        return ""
+    middle = statistics.median(times)
+    text = f"{middle:,.1f}" if middle < 100 else f"{middle:,.0f}"
+    if kind == "tls" or not (ratios := multiples(rounds, kind)):
+        return text
+    low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    return f"{text} ({statistics.median(ratios):.2f}, {low:.2f}-{high:.2f})"
+
+
+def table(all_rounds: Rounds) -> str:
+    """Every row, with the kinds that were measured and the number of rounds."""
+    rows = {name: rounds for name, rounds in all_rounds.items() if rounds and name != RELAY}
+    kinds = [kind for kind in KINDS if any(kind in took for rounds in rows.values() for took in rounds)]
+    lines = ["| microseconds | " + " | ".join(kinds) + " | rounds |", "|---" * (len(kinds) + 2) + "|"]
+    lines += [
+        f"| {name} | " + " | ".join(cell(rounds, kind) for kind in kinds) + f" | {len(rounds)} |"
+        for name, rounds in rows.items()
+    ]
+    if relayed := all_rounds.get(RELAY):
+        none, some = ([took[name] * 1e3 for took in relayed] for name in RELAYS)
+        text = (
+            f"{RELAY}: {statistics.median(none):.0f} ms with none lost, {statistics.median(some):.0f} ms "
+            f"({min(some):.0f}-{max(some):.0f}) with 1 % lost; {len(relayed)} rounds."
+        )
+        lines += ["", text]
+    return "\n".join(lines)
+
+
+def missed(all_rounds: Rounds) -> Iterator[str]:
+    """The goals that the medians of all rounds miss."""
+    for name, goals in GOALS.items():
+        for kind, (of, most) in goals.items():
+            ratios = multiples(all_rounds.get(name, []), kind, of)
+            if ratios and statistics.median(ratios) > most:
+                yield f"{name}, {kind}: {statistics.median(ratios):.2f} of {of}, goal {most:.2f}"
+    ups = [took["quic"] for took in all_rounds.get(LINK_UP, []) if "quic" in took]
+    if ups and statistics.median(ups) > LINK_UP_GOAL_S:
+        yield f"{LINK_UP}: {statistics.median(ups) * 1e3:.1f} ms, goal {LINK_UP_GOAL_S * 1e3:.0f} ms"
+
+
+def plot(all_rounds: Rounds, file: str) -> None:
     """The multiples of TLS by row and kind."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    rows = {name: rounds for name, rounds in all_rounds.items() if multiples(rounds, "quic")}
     figure, axes = pyplot.subplots(figsize=(9, 0.3 * len(rows) + 1.5))
-    kinds = [kind for kind in next(iter(rows.values())) if kind != "iroh"]
-    for kind in kinds:
-        axes.plot([row[kind] for row in rows.values()], list(rows), "o", label=kind)
+    for kind in KINDS:
+        shown = {name: multiples(rounds, kind) for name, rounds in rows.items()}
+        if kind != "iroh" and any(shown.values()):
+            points = {name: statistics.median(ratios) for name, ratios in shown.items() if ratios}
+            axes.plot(list(points.values()), list(points), "o", label=kind)
     axes.axvline(1.0, color="gray", linewidth=1)
     axes.invert_yaxis()
     axes.set_xlabel("time as a multiple of TLS")
@@ -272,61 +400,38 @@ def plot(rows: dict[str, dict[str, float]], file: str) -> None:
     figure.savefig(file, dpi=110)
 
 
-def multiples(table: str) -> dict[str, dict[str, float]]:
-    """Of a printed table, by row and kind."""
-    lines = [
-        [cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines() if "|" in line
-    ]
-    kinds = lines[0][1:]
-    rows: dict[str, dict[str, float]] = {}
-    for name, *cells in lines[1:]:
-        found = {kind: re.search(r"\(([\d.]+)x", cell) for kind, cell in zip(kinds, cells, strict=False)}
-        if any(found.values()):
-            rows[name] = {kind: 1.0 if match is None else float(match[1]) for kind, match in found.items()}
-    return rows
-
-
-def shown(times: dict[str, list[float]], kind: str) -> str:
-    text = f"{statistics.median(times[kind]) * 1e6:.1f}"
-    if "tls" not in times or kind == "tls":
-        return text
-    ratios = sorted(mine / tls for mine, tls in zip(times[kind], times["tls"], strict=True))
-    return f"{text} ({statistics.median(ratios):.2f}x, {ratios[0]:.2f}-{ratios[-1]:.2f})"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("rounds", nargs="?", type=int, default=7)
-    parser.add_argument("kinds", nargs="*", default=list(KINDS))
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--json", metavar="FILE", help="keep the rounds here")
+    parser.add_argument("--seconds", type=float, default=100.0)
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--rows", default="", metavar="TEXT", help="only rows with this in their name")
     parser.add_argument("--form", type=int, default=0, metavar="N")
+    parser.add_argument("--into", metavar="PAGE")
     parser.add_argument("--plot", metavar="FILE")
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
-        rank(args.rounds, args.kinds)
+        rank(*json.loads(Path(args.rank).read_text()))
         return
-    run = [
-        sys.executable,
-        "-m",
-        "unisono",
-        "run",
-        "-n",
-        "2",
-        __file__,
-        str(args.rounds),
-        *args.kinds,
-        "--rank",
-    ]
-    ended = subprocess.run(run, capture_output=True, text=True, timeout=1200, check=False)
-    lines = [line.partition("| ")[1] + line.partition("| ")[2] for line in ended.stdout.splitlines()]
-    table = "\n".join(line or "|---" * (len(args.kinds) + 1) + "|" for line in lines)
-    print(table, flush=True)
-    if ended.returncode != 0:
-        sys.exit(ended.stderr[-2000:])
+    kept = Path(args.json) if args.json else None
+    rounds: Rounds = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
+    if args.seconds > 0:
+        if args.form:
+            for name, took in forming(args.form, args.seconds):
+                rounds.setdefault(name, []).append(took)
+        else:
+            for name, more in measured(args.kinds.split(","), args.rows, args.seconds, rounds).items():
+                rounds.setdefault(name, []).extend(more)
+    if kept is not None:
+        kept.write_text(json.dumps(rounds))
+    print(table(rounds), *(f"missed: {goal}" for goal in missed(rounds)), sep="\n")
+    if args.into:
+        page = Path(args.into)
+        before, _, rest = page.read_text().partition(BEGIN)
+        page.write_text(f"{before}{BEGIN}\n\n{table(rounds)}\n\n{END}{rest.partition(END)[2]}")
     if args.plot:
-        plot(multiples(table), args.plot)
-    if args.form:
-        form(args.form, min(args.rounds, 3))
+        plot(rounds, args.plot)
 
 
 if __name__ == "__main__":
