@@ -42,7 +42,7 @@ test: $(STAMP)
 test-more: $(STAMP)
 	$(PYTEST) -m more
 
-CPP = $(shell git ls-files 'native/*.?pp' 'tests/native/*.?pp' 'tests/fuzz/*.cpp')
+CPP = $(shell git ls-files 'native/*.?pp' 'tests/native/*.?pp' 'tests/fuzz/*.?pp')
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -113,7 +113,7 @@ ASAN_ENV = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(g++ -print-file-na
 TSAN_ENV = LD_PRELOAD="$$(gcc -print-file-name=libtsan.so) $$(g++ -print-file-name=libstdc++.so)" \
 	TSAN_OPTIONS=halt_on_error=1:die_after_fork=0:suppressions=$(abspath tests/support/tsan.supp)
 SANITIZED ?= $(addprefix tests/conformance/test_native_, plans.py conformance.py cases.py) \
-	$(addprefix tests/process/test_, native_processes.py native_threats.py quic.py fast_path.py run_ahead.py fast_messages.py \
+	$(addprefix tests/process/test_, native_processes.py native_threats.py quic_strangers.py quic_members.py quic_networks.py quic_endings.py fast_path.py run_ahead.py fast_messages.py \
 	fast_payloads.py rpc_failure.py rpc_load.py works.py work_races.py call_storm.py announced.py decisions.py) \
 	tests/native/test_corpus.py $(wildcard tests/unit/rpc/test_*.py) tests/unit/core/test_codec.py
 THREADED ?= $(addprefix tests/process/test_, works.py work_races.py call_storm.py announced.py rpc_load.py)
@@ -129,7 +129,7 @@ sanitize-build: $(STAMP)
 	$(CMAKE) -B $(TSAN) -DUNISONO_SANITIZE=thread
 	cmake --build $(TSAN) --target _native engine_test
 	$(CMAKE) -B $(ASAN) -DUNISONO_SANITIZE=address,undefined
-	cmake --build $(ASAN) --target _native engine_test quic_test decoders
+	cmake --build $(ASAN) --target _native engine_test quic_test quic_member decoders
 	for build in $(TSAN) $(ASAN); do \
 		rm -rf $$build/site && mkdir -p $$build/site && cp -rs $(abspath src/unisono) $$build/site/ && \
 		cp $$build/native/_native.*.so $$build/site/unisono/ && \
@@ -142,7 +142,7 @@ sanitize-build: $(STAMP)
 FUZZ_INPUTS ?= 1000000
 FUZZ_SEED ?= 1
 fuzz: sanitize-build
-	for decoder in tcp quic ring connector; do \
+	for decoder in tcp quic datagram ring connector; do \
 		ASAN_OPTIONS=quarantine_size_mb=4 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 		$(ASAN)/native/decoders $$decoder $(FUZZ_INPUTS) $(FUZZ_SEED) tests/corpus/$$(echo $$decoder | sed s/quic/tcp/) || exit 1; done
 	$(ASAN_ENV) $(ASAN)/venv/bin/python -m tests.fuzz.decoders $(FUZZ_INPUTS) $(FUZZ_SEED)

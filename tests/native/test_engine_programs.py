@@ -7,12 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.support.paths import ROOT, TESTS
-from tests.support.system import skip_without
-
-# The folder in which `make setup` compiled the module: its objects are linked, not compiled again.
-BUILD = ROOT / ".venv/build/module"
-
+from tests.support.native_programs import built
+from tests.support.paths import TESTS
 
 # A decoder that has the corpus of another: the same frames.
 CORPUS = {"quic": "tcp"}
@@ -30,16 +26,6 @@ def engine_test() -> Path:
 @pytest.fixture(scope="module")
 def decoders() -> Path:
     return built("decoders")
-
-
-def built(target: str) -> Path:
-    """The program, linked again if a source of it changed."""
-    if not (BUILD / "CMakeCache.txt").exists():
-        skip_without("a build folder", f"no CMakeCache.txt in {BUILD}; run `make setup`")
-    build = ["cmake", "--build", str(BUILD), "--target", target]
-    done = subprocess.run(build, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return BUILD / "native" / target
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +55,7 @@ def test_a_case_that_does_not_exist_is_refused(engine_test: Path) -> None:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("decoder", ["tcp", "quic", "ring", "connector"])
+@pytest.mark.parametrize("decoder", ["tcp", "quic", "datagram", "ring", "connector"])
 def test_a_decoder_of_the_engine_bears_ten_thousand_inputs(decoders: Path, decoder: str) -> None:
     """`make fuzz` gives it a million, under sanitizers."""
     command = [decoders, decoder, "10000", "1", TESTS / "corpus" / CORPUS.get(decoder, decoder)]

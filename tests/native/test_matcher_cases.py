@@ -6,8 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.native.test_engine_programs import built
 from tests.support.matching_cases import CASES, Step, answers_in_python, random_steps, text_of
+from tests.support.native_programs import built
 
 
 @pytest.fixture(scope="module")

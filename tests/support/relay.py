@@ -1,4 +1,4 @@
-"""A relay of datagrams between two ranks: it loses, doubles and delays some, and changes its address.
+"""A relay of datagrams between two ranks: it loses, doubles, delays, damages and replays some, and moves.
 
 In a process of its own, so that the ranks' interpreters do not slow it down.
 """
@@ -14,12 +14,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-__all__ = ["Relay", "relay"]
+__all__ = ["Relay", "Weather", "relay"]
+
+
+@dataclass
+class Weather:
+    """Shares of all datagrams in both directions."""
+
+    lost: float = 0.0
+    doubled: float = 0.0
+    late: float = 0.0
+    flipped: float = 0.0  # one bit
+    replayed: float = 0.0  # an earlier one follows it
 
 
 @dataclass
 class Relay:
-    """`port` is where the opener sends to; `rebind()` gives the opener another address at the acceptor."""
+    """`port` is where the opener sends to."""
 
     port: int
     _pipe: Connection
@@ -28,16 +39,20 @@ class Relay:
         self._pipe.send(port)
 
     def rebind(self) -> None:
+        """Give the opener another address at the acceptor."""
         self._pipe.send("rebind")
+
+    def move(self) -> None:
+        """Give the acceptor another address at the opener; the old one leads nowhere."""
+        self._pipe.send("move")
 
 
 @contextlib.contextmanager
-def relay(seed: int, *, lost: float = 0.0, doubled: float = 0.0, late: float = 0.0) -> Iterator[Relay]:
-    """Loss, doubling and delay are shares of all datagrams in both directions."""
+def relay(seed: int, weather: Weather | None = None) -> Iterator[Relay]:
     ours, theirs = mp.Pipe()
     with _socket() as entry:
         process = mp.get_context("fork").Process(
-            target=_serve, args=(entry, theirs, random.Random(seed), lost, doubled, late), daemon=True
+            target=_serve, args=(entry, theirs, random.Random(seed), weather or Weather()), daemon=True
         )
         process.start()
         port: int = entry.getsockname()[1]
@@ -55,33 +70,43 @@ def _socket() -> socket.socket:
     return made
 
 
-def _serve(
-    entry: socket.socket, pipe: Connection, rng: random.Random, lost: float, doubled: float, late: float
-) -> None:
+def _serve(entry: socket.socket, pipe: Connection, rng: random.Random, weather: Weather) -> None:
     acceptor = ("127.0.0.1", pipe.recv())
     opener: tuple[str, int] | None = None
     exit_ = _socket()
     kept: list[tuple[socket.socket, bytes, tuple[str, int]]] = []
+    seen: list[tuple[bool, bytes]] = []
     while True:
         ready, _, _ = select.select([entry, exit_, pipe], [], [], 0.005 if kept else None)
         waiting, kept = kept, []
         if pipe in ready:
-            pipe.recv()
-            exit_.close()
-            exit_ = _socket()
+            if pipe.recv() == "move":
+                entry = _socket()  # the old one is closed
+            else:
+                exit_.close()
+                exit_ = _socket()
             continue
         for source in ready:
             data, sender = source.recvfrom(65536)
             if source is entry:
                 opener = sender
             target = (exit_, acceptor) if source is entry else (entry, opener)
-            if target[1] is None or rng.random() < lost:
+            if target[1] is None or rng.random() < weather.lost:
                 continue
-            if rng.random() < late:
+            if rng.random() < weather.late:
                 kept.append((target[0], data, target[1]))
                 continue
-            for _ in range(2 if rng.random() < doubled else 1):
+            if rng.random() < weather.flipped:
+                at = rng.randrange(len(data))
+                data = data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+            for _ in range(2 if rng.random() < weather.doubled else 1):
                 target[0].sendto(data, target[1])
+            if weather.replayed:
+                seen.append((source is entry, data))
+                if rng.random() < weather.replayed:
+                    is_openers, old = rng.choice(seen)
+                    to = (exit_, acceptor) if is_openers else (entry, opener)
+                    to[0].sendto(old, to[1])
         for sock, data, to in waiting:
             with contextlib.suppress(OSError):
                 sock.sendto(data, to)

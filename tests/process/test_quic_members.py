@@ -1,0 +1,164 @@
+"""Members of a QUIC world that break the protocol, as test_native_threats.py has them for TCP.
+
+A member has a certificate and says on its streams what a test wants (tests/native/quic_member.cpp).
+Every test ends with ranks that still work together.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import struct
+import time
+
+import pytest
+from tests.process.test_native_threats import (
+    BOMBS,
+    CREDIT,
+    CTS,
+    DATA,
+    DOWN,
+    EAGER,
+    FIN,
+    GOODBYE,
+    HEARTBEAT,
+    QUEUED,
+    RTS,
+    WITHDRAW,
+    head,
+    memory_kib,
+)
+from tests.support.credentials import Issuer
+from tests.support.quic_member import CONTROL_STREAM, DATA_STREAM, MESSAGES_STREAM, QuicMember
+from tests.support.quic_ranks import PATIENCE_S, Make, exchanged, make, settled
+from tests.support.ranks import IS_SANITIZED
+
+from unisono.backends.native.backend import NativeBackend
+from unisono.backends.native.card import Card
+from unisono.config import Config
+from unisono.errors import PeerLost, ProtocolError
+
+__all__ = ["make"]
+
+PATIENT = Config(silence_s=20.0)  # nobody is to be taken for dead because this machine is busy
+
+
+def nobodys(backend: NativeBackend) -> Card:
+    """A card for a member: who calls is not called, and its process is not known."""
+    return backend.card()._replace(pid=0)
+
+
+def first_and_last(make: Make, issuer: Issuer, size: int) -> list[NativeBackend]:
+    """Two ranks of a world whose others are members of the test's own."""
+    first, last = made = make(size, only=(0, size - 1), config=PATIENT)
+    cards = [first.card()] + [nobodys(first)] * (size - 2) + [last.card()]
+    for rank in made:
+        rank.connect(cards, issuer.credentials(rank.rank))
+    exchanged(*made)
+    return made
+
+
+def lost(backend: NativeBackend, rank: int) -> PeerLost:
+    request = backend.start_send(rank, 5, 0, memoryview(b"x"))
+    settled(request)
+    assert isinstance(request.error, PeerLost)
+    return request.error
+
+
+WRONG_STREAM = {
+    "data among messages": (head(DATA, nbytes=8) + bytes(8), MESSAGES_STREAM),
+    "data in the control stream": (head(DATA, nbytes=8) + bytes(8), CONTROL_STREAM),
+    "a message among data": (head(EAGER, nbytes=8) + bytes(8), DATA_STREAM),
+    "a heartbeat among data": (head(HEARTBEAT), DATA_STREAM),
+}
+
+
+def test_a_bomb_ends_its_link_and_takes_no_memory(make: Make) -> None:
+    bombs = {
+        name: (
+            bomb * (8 if "beyond" in name else 1),
+            DATA_STREAM if name.startswith("data") else MESSAGES_STREAM,
+        )
+        for name, bomb in BOMBS.items()
+    }
+    bombs |= WRONG_STREAM
+    size = len(bombs) + 2
+    issuer = Issuer(size)
+    first, last = first_and_last(make, issuer, size)
+    before = memory_kib()
+    for rank, (name, (bomb, stream)) in enumerate(bombs.items(), 1):
+        with QuicMember(first.card(), issuer.credentials(rank), rank, 0, size) as member:
+            member.send(bomb, stream)
+            # It is told that it was given up, and why.
+            assert "broke the protocol" in member.ending(), name
+            error = lost(first, rank)
+            assert isinstance(error.__cause__, ProtocolError), (name, error)
+    assert IS_SANITIZED or memory_kib() - before < 16 * 1024
+    exchanged(first, last, 2)
+
+
+def test_random_frames_of_a_member_hurt_nobody_else(make: Make) -> None:
+    turns = 40
+    size = turns + 2
+    issuer = Issuer(size)
+    first, last = first_and_last(make, issuer, size)
+    rng = random.Random(11)
+    before = memory_kib()
+    for rank in range(1, turns + 1):
+        with QuicMember(first.card(), issuer.credentials(rank), rank, 0, size) as member:
+            for _ in range(rng.randrange(1, 12)):
+                kind = rng.choice(
+                    (EAGER, RTS, CTS, DATA, FIN, CREDIT, QUEUED, WITHDRAW, HEARTBEAT, DOWN, GOODBYE)
+                )
+                number = rng.choice((0, 1, 2, 5, 63, 1 << 20, (1 << 32) - 1, 1 << 63))
+                frame = head(
+                    kind,
+                    flags=rng.choice((0, 0, 1, 255)),
+                    header=rng.choice((0, 0, 3, 1024, 1025)),
+                    # Not the truth about others: that a rank may say what it saw is its right.
+                    context=rng.choice((0, 1, 5, number)) if kind != DOWN else size + rng.randrange(9),
+                    tag=rng.choice((0, number)) if kind != DOWN else 0,
+                    nbytes=number if kind != DOWN else 0,
+                )
+                member.send(frame + rng.randbytes(rng.choice((0, 8, 16, 300))), rng.randrange(3))
+    exchanged(first, last, 2)
+    assert IS_SANITIZED or memory_kib() - before < 16 * 1024
+
+
+def test_a_peer_that_queries_and_reads_nothing_is_dropped_and_takes_little_memory(make: Make) -> None:
+    """Each offer and its withdrawal are answered; a member that never reads would be answered for ever."""
+    issuer = Issuer(3)
+    first, last = first_and_last(make, issuer, 3)
+    before = memory_kib()
+    with QuicMember(first.card(), issuer.credentials(1), 1, 0, 3, is_deaf=True) as member:
+        uses, ends = 0, time.monotonic() + 2 * PATIENCE_S
+        while first.links()[1] != "down" and time.monotonic() < ends:
+            frames = []
+            for _ in range(2000):
+                uses += 1
+                frames.append(head(RTS, context=5, nbytes=100_000) + struct.pack("<QQ", uses << 32, 0))
+                frames.append(head(WITHDRAW, context=uses << 32))
+            member.send(b"".join(frames))
+        error = lost(first, 1)
+    assert "does not read the replies" in str(error)
+    assert IS_SANITIZED or memory_kib() - before < 64 * 1024
+    exchanged(first, last, 2)
+
+
+@pytest.mark.parametrize("is_deaf", [True, False])
+def test_a_peer_that_takes_nothing_does_not_grow_the_senders_memory(make: Make, is_deaf: bool) -> None:
+    """It is held back by its credit, and known by its silence once it is stopped."""
+    issuer = Issuer(2)
+    (first,) = make(2, only=(0,))
+    first.connect([first.card(), nobodys(first)], issuer.credentials(0))
+    with QuicMember(first.card(), issuer.credentials(1), 1, 0, 2, is_deaf=is_deaf) as member:
+        data = memoryview(bytes(16 * 1024))
+        before = memory_kib()
+        sends = [first.start_send(1, 5, 0, data) for _ in range(4096)]  # 64 MiB
+        assert IS_SANITIZED or memory_kib() - before < 24 * 1024
+        assert not sends[-1].done
+        member.signal(signal.SIGSTOP)
+        settled(sends[-1])
+        member.signal(signal.SIGCONT)
+    assert isinstance(sends[-1].error, PeerLost)
+    assert "silent" in str(sends[-1].error)

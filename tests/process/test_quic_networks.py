@@ -1,0 +1,201 @@
+"""QUIC links on networks that lose, damage, delay and move: no value changes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.credentials import Issuer
+from tests.support.hosts import Hosts, hosts
+from tests.support.paths import ROOT
+from tests.support.processes import forked
+from tests.support.quic_ranks import PATIENCE_S, Make, exchanged, make, over, settled
+from tests.support.relay import Weather, relay
+from tests.support.system import run_tool
+
+from unisono.backends.native.backend import NativeBackend
+from unisono.comm.communicator import Communicator
+from unisono.errors import PeerLost
+
+__all__ = ["hosts", "make"]
+
+SO_NO_CHECK = 11
+SILENT_WITHIN_S = 6.0  # twice the bound of docs/failure.md
+
+
+@pytest.mark.parametrize(
+    "weather",
+    [
+        Weather(),
+        Weather(lost=0.01),
+        Weather(lost=0.05, doubled=0.05, late=0.05),
+        Weather(flipped=0.05),
+        Weather(replayed=0.2),
+    ],
+    ids=str,
+)
+def test_bad_weather_and_a_changed_address_of_the_opener_change_no_value(
+    make: Make, weather: Weather
+) -> None:
+    """Rank 0 reaches rank 1 by a relay, which later sends from another port, as a forgetful router does."""
+    with relay(7, weather) as between:
+        ranks = over(between, make)
+        for tag in range(1, 10):
+            exchanged(ranks[0], ranks[1], tag)
+            if tag % 3 == 0:
+                between.rebind()
+
+
+def test_the_openers_address_changes_in_the_middle_of_a_message(make: Make) -> None:
+    data = (np.arange(24 << 20) * 13).astype(np.uint8)
+    with relay(8) as between:
+        ranks = over(between, make)
+        exchanged(*ranks)
+        for turn in range(2):
+            into = np.zeros_like(data)
+            receive = ranks[1].start_recv(0, 5, turn, memoryview(into))
+            send = ranks[0].start_send(1, 5, turn, memoryview(data))
+            ends = time.monotonic() + PATIENCE_S
+            while not into[: 1 << 20].any():
+                assert time.monotonic() < ends, "it hangs"
+            between.rebind()
+            assert not into[-(1 << 20) :].any(), "this is the middle of the message"
+            settled(send, receive)
+            assert send.error is None
+            assert np.array_equal(into, data)
+
+
+def test_an_acceptor_that_moved_is_lost_and_the_cause_is_named(make: Make) -> None:
+    """QUIC lets only the opener move."""
+    with relay(9) as between:
+        ranks = over(between, make)
+        exchanged(*ranks)
+        waiting = [ranks[1 - rank].start_recv(rank, 5, 9, None) for rank in range(2)]
+        began = time.monotonic()
+        between.move()
+        settled(*waiting)
+        assert time.monotonic() - began < SILENT_WITHIN_S
+    texts = [str(request.error) for request in waiting]
+    assert all(isinstance(request.error, PeerLost) for request in waiting), texts
+    assert all("silent for" in text or "no heartbeat for" in text or "gave rank" in text for text in texts), (
+        texts
+    )
+
+
+def test_a_system_that_cannot_cut_batches_gets_single_datagrams(make: Make) -> None:
+    """Without checksums on the socket Linux refuses a batch, as it does on some paths."""
+    one, other = make(2, Issuer(2), datagram_bytes=1452)
+    for sock in udp_sockets():
+        sock.setsockopt(socket.SOL_SOCKET, SO_NO_CHECK, 1)
+        sock.close()
+    for tag in range(1, 4):
+        exchanged(one, other, tag)
+
+
+def test_datagrams_too_long_for_the_interface_become_short(hosts: Hosts) -> None:
+    subprocess.run(["ip", "-n", hosts[0], "link", "set", "lo", "mtu", "9000"], check=True)
+
+    def enter(_: int) -> dict[str, Any]:
+        hosts.enter(0)
+        return {}
+
+    with forked(two_long_messages, 2, kind="quic", links=enter) as ranks:
+        assert [ranks.result(rank) for rank in range(2)] == [True] * 2
+
+
+def two_long_messages(backend: NativeBackend, _: Any) -> bool:
+    comm = Communicator.world(backend)
+    data = (np.arange(3_000_001) * 7 + comm.rank).astype(np.uint8)
+    into = np.zeros_like(data)
+    comm.sendrecv(data, 1 - comm.rank, into, 1 - comm.rank, timeout=PATIENCE_S)
+    comm.barrier()
+    return bool(np.array_equal(into, (np.arange(3_000_001) * 7 + 1 - comm.rank).astype(np.uint8)))
+
+
+def udp_sockets() -> Iterator[socket.socket]:
+    """The UDP sockets of this process, as further descriptors of them."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                sock = socket.socket(fileno=os.dup(int(name)))
+                if sock.type == socket.SOCK_DGRAM and sock.family == socket.AF_INET:
+                    yield sock
+                else:
+                    sock.close()
+
+
+def test_a_rank_bound_to_all_addresses_answers_from_the_one_that_was_called(make: Make) -> None:
+    issuer = Issuer(2)
+    ranks = make(2, only=(0,), bind="0.0.0.0") + make(2, only=(1,))
+    cards = [ranks[0].card()._replace(address="127.0.0.5"), ranks[1].card()]
+    for rank in ranks:
+        rank.connect(cards, issuer.credentials(rank.rank))
+    exchanged(ranks[1], ranks[0])  # rank 1 calls
+
+
+def test_a_million_links_would_need_one_descriptor(make: Make) -> None:
+    ranks = make(6, Issuer(6))
+    before = len(os.listdir("/proc/self/fd"))
+    for rank in ranks[1:]:
+        exchanged(ranks[0], rank)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.more
+def test_a_gigabit_with_forty_milliseconds_carries_long_messages_whole(
+    make: Make, hosts: Hosts, tmp_path: Path
+) -> None:
+    """tbf at both ends of the cable, and a relay that keeps every datagram for 20 ms."""
+    for host, interface in zip(hosts, hosts.interfaces, strict=True):
+        shaped = ["tc", "-n", host, "qdisc", "add", "dev", interface, "root", "tbf"]
+        run_tool(*shaped, "rate", "1gbit", "burst", "256kb", "latency", "50ms")
+    # The relay stands beside rank 1, with another address: neither side takes the path for a local one.
+    run_tool("ip", "-n", hosts[1], "address", "add", "10.77.0.3/24", "dev", hosts.interfaces[1])
+    program, source = str(tmp_path / "relay"), str(ROOT / "bench" / "lossy_relay.cpp")
+    run_tool("c++", "-O2", "-std=c++20", source, "-o", program)
+    issuer = Issuer(2)
+    ranks: list[NativeBackend] = []
+
+    def enter(rank: int, address: str) -> None:
+        """A socket belongs to the host of the thread that opens it."""
+        hosts.enter(rank)
+        ranks.extend(make(2, only=(rank,), bind=address, host=f"host {rank}"))
+
+    for rank, address in enumerate(("10.77.0.1", "10.77.0.3")):
+        thread = threading.Thread(target=enter, args=(rank, address))
+        thread.start()
+        thread.join()
+    cards = [rank.card() for rank in ranks]
+    words = [program, str(cards[1].port), "0", "20", "10.77.0.3", "10.77.0.2"]
+    with subprocess.Popen(
+        ["ip", "netns", "exec", hosts[1], *words], stdout=subprocess.PIPE, text=True
+    ) as between:
+        assert between.stdout is not None
+        cards[1] = cards[1]._replace(address="10.77.0.2", port=int(between.stdout.readline()))
+        for rank in ranks:
+            rank.connect(cards, issuer.credentials(rank.rank))
+        exchanged(*ranks)
+        data = (np.arange(64 << 20) * 17).astype(np.uint8)
+        for tag in (2, 3):
+            into = np.zeros_like(data)
+            began = time.monotonic()
+            receive = ranks[1].start_recv(0, 5, tag, memoryview(into))
+            send = ranks[0].start_send(1, 5, tag, memoryview(data))
+            settled(send, receive)
+            rate = len(data) * 8e-9 / (time.monotonic() - began)
+            logging.getLogger(__name__).info("%.2f Gb/s", rate)
+            assert send.error is None
+            assert np.array_equal(into, data)
+        for rank in ranks:
+            rank.close()
+        between.terminate()

@@ -1,0 +1,84 @@
+"""QUIC ranks in the test's own process, directly or with a relay between them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.credentials import Issuer
+from tests.support.relay import Relay
+
+from unisono.backends.native.backend import NativeBackend
+from unisono.core.request import Request
+
+__all__ = ["PATIENCE_S", "Make", "exchanged", "make", "over", "settled"]
+
+PATIENCE_S = 30.0
+
+Make = Callable[..., list[NativeBackend]]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """`make(size, issuer, ranks)`: ranks over QUIC, connected if there is an issuer."""
+    tmp_path.chmod(0o700)
+    made: list[NativeBackend] = []
+
+    def start(
+        size: int, issuer: Issuer | None = None, only: range | tuple[int, ...] | None = None, **how: Any
+    ) -> list[NativeBackend]:
+        ranks = [
+            NativeBackend(r, size, str(tmp_path), b"secret", shm=False, quic=True, neighbours=False, **how)
+            for r in (range(size) if only is None else only)
+        ]
+        made.extend(ranks)
+        if issuer is not None:
+            cards = [rank.card() for rank in ranks]
+            for rank in ranks:
+                rank.connect(cards, issuer.credentials(rank.rank))
+        return ranks
+
+    yield start
+    for backend in made:
+        backend.close()
+
+
+def over(between: Relay, make: Make, **how: Any) -> list[NativeBackend]:
+    """Two ranks, of which the first reaches the second by a relay."""
+    issuer = Issuer(2)
+    ranks = make(2, datagram_bytes=1452, **how)
+    between.forward_to(ranks[1].card().port)
+    # As on other hosts: on this one a rank that the system does not schedule is not taken for dead.
+    cards = [rank.card()._replace(pid=0) for rank in ranks]
+    cards[1] = cards[1]._replace(port=between.port)
+    for rank in ranks:
+        rank.connect(cards, issuer.credentials(rank.rank))
+    return ranks
+
+
+def settled(*requests: Request) -> None:
+    """Wait until all have ended, well or not."""
+    ends = time.monotonic() + PATIENCE_S
+    while not all(request.done for request in requests):
+        assert time.monotonic() < ends, "it hangs"
+        time.sleep(0.001)
+
+
+def exchanged(one: NativeBackend, other: NativeBackend, tag: int = 1) -> None:
+    """A message each way, of which one is long."""
+    data = (np.arange(300_001) * 7 + tag).astype(np.uint8)
+    into = np.zeros_like(data)
+    receive = other.start_recv(one.rank, 5, tag, memoryview(into))
+    send = one.start_send(other.rank, 5, tag, memoryview(data))
+    back = one.start_recv(other.rank, 5, tag, None)
+    other.start_send(one.rank, 5, tag, memoryview(b"back"))
+    settled(receive, send, back)
+    for request in (receive, send, back):
+        if request.error is not None:
+            raise request.error
+    assert np.array_equal(into, data)
+    assert back.data == b"back"
