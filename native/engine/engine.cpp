@@ -232,7 +232,7 @@ bool Engine::has_pending(uint64_t tag_bit_ignored) const {
                      [](const auto& p) { return p->has_backlog() || p->awaits_answer(); });
 }
 
-void Engine::give_up(Receive& receive) { receive.incoming->peer->give_up(*receive.incoming); }
+void Engine::give_up(Receive& receive) { receive.incoming->peer->rendezvous.give_up(*receive.incoming); }
 
 // ---- progress ----
 

@@ -96,7 +96,7 @@ class Engine final : public PeerServices, private ConnectionOwner {
   bool cancel(Send& send) { return send.peer != nullptr && send.peer->cancel(send); }
   bool cancel(Receive& receive);
   // There is memory now for a receive that said `defer`.
-  void supply(Receive& receive) { receive.incoming->peer->supply(*receive.incoming); }
+  void supply(Receive& receive) { receive.incoming->peer->rendezvous.supply(*receive.incoming); }
   // There will be none: the payload is lost.
   void give_up(Receive& receive);
 

@@ -70,13 +70,13 @@ const char* FrameParser::take_head(const byte*& at, const byte* end, bool& is_st
   if (head.header_bytes > header_bytes_max) return "a frame's header is too long";
   if (head.kind() == Kind::data) {
     const char* fault = nullptr;
-    into_ = peer_.data_for(head, fault);
+    into_ = peer_.rendezvous.data_for(head, fault);
     if (into_ == nullptr) return fault;
     at += head_bytes;
     into_left_ = head.nbytes;
     into_done_ = 0;
     into_crc_ = 0;
-    if (head.nbytes == 0) peer_.on_data(*std::exchange(into_, nullptr), 0);
+    if (head.nbytes == 0) peer_.rendezvous.on_data(*std::exchange(into_, nullptr), 0);
     return nullptr;
   }
   const size_t front = head.prefix_bytes() + head.header_bytes;
@@ -124,7 +124,7 @@ const char* FrameParser::take_data(const byte*& at, const byte* end, bool& is_st
     if (sent != into_crc_) return damaged;
   }
   RendezvousReceive& offer = *std::exchange(into_, nullptr);
-  peer_.on_data(offer, into_done_);
+  peer_.rendezvous.on_data(offer, into_done_);
   return nullptr;
 }
 

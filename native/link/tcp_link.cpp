@@ -211,7 +211,7 @@ bool Connection::push() {
 size_t Connection::room_beside(size_t direct) const {
   const size_t room = in_bytes_ - end_;
   size_t wanted = room;
-  if (direct != 0 || (!parser_.is_in_data() && begin_ == end_ && peer_.awaits_data()))
+  if (direct != 0 || (!parser_.is_in_data() && begin_ == end_ && peer_.rendezvous.awaits_data()))
     wanted = beside_bytes;
   else if (parser_.is_in_data() && parser_.data_left() < room)
     wanted = parser_.data_left() + beside_bytes;

@@ -22,7 +22,7 @@ Receive* Inbox::take_receive(const Envelope& envelope, bool is_here, RendezvousR
     match = receive->on_match(envelope, is_here);
     if (match == MatchResult::accept || match == MatchResult::defer) {
       // Claim while the receive is still posted: if the message was withdrawn, the receive keeps its position.
-      if (offer != nullptr && !offer->peer->claim(*offer)) {
+      if (offer != nullptr && !offer->peer->rendezvous.claim(*offer)) {
         is_gone = true;
         return nullptr;
       }
@@ -60,8 +60,8 @@ bool Inbox::serve(Receive& receive) {
     Peer& peer = *message->peer;
     const std::int32_t source = envelope.source;
     if (message->is_here) {
-      if (message->has_rendezvous && !peer.claim(peer.incoming_of(message->rendezvous_id))) {
-        peer.drop_queued(peer.incoming_of(message->rendezvous_id));
+      if (message->has_rendezvous && !peer.rendezvous.claim(peer.rendezvous.of(message->rendezvous_id))) {
+        peer.rendezvous.drop_queued(peer.rendezvous.of(message->rendezvous_id));
         continue;
       }
       matcher_.take(*message);
@@ -72,13 +72,13 @@ bool Inbox::serve(Receive& receive) {
       receive.end(Outcome::done, source);
       return true;
     }
-    RendezvousReceive& offer = peer.incoming_of(message->rendezvous_id);
+    RendezvousReceive& offer = peer.rendezvous.of(message->rendezvous_id);
     remove(*message);
-    if (!peer.claim(offer)) {
-      peer.drop(offer);
+    if (!peer.rendezvous.claim(offer)) {
+      peer.rendezvous.drop(offer);
       continue;
     }
-    peer.begin(offer, receive, match);
+    peer.rendezvous.begin(offer, receive, match);
     return true;
   }
   return false;

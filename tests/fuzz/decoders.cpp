@@ -119,7 +119,7 @@ class Place {
       for (SomeReceive& receive : receives_)
         if (receive.is_late_ && receive.incoming != nullptr &&
             receive.incoming->state == RendezvousReceive::State::awaiting_memory)
-          peer_.supply(*receive.incoming);
+          peer_.rendezvous.supply(*receive.incoming);
       if (peer_.has_backlog() && peer_.link->over() == nullptr) peer_.flush();
     }
   }

@@ -24,7 +24,7 @@ CONSTANTS: dict[tuple[str, str], Any] = {
     ("native/messaging/message.hpp", "user_tags"): envelope.TAG_MAX + 1,
     ("native/messaging/message.hpp", "untyped"): envelope.UNTYPED,
     ("native/messaging/inbox.cpp", "ended_max"): credit.ENDED_CONTEXTS_MAX,
-    ("native/messaging/peer.hpp", "rendezvous_max"): credit.RTS_MAX,
+    ("native/messaging/send_slots.hpp", "rendezvous_max"): credit.RTS_MAX,
     ("native/python/announced_call.cpp", "array_bytes_max"): announcement.ARRAY_BYTES_MAX,
 }
 
@@ -90,7 +90,7 @@ def test_steps_have_the_engines_numbers() -> None:
 
 
 def test_the_longest_silence_is_the_engines() -> None:
-    text = (ROOT / "native/messaging/peer.hpp").read_text()
+    text = (ROOT / "native/messaging/settings.hpp").read_text()
     found = re.search(r"silence_ns_max = ([\d']+) \* second;", text)
     assert found is not None
     longest = float(found[1].replace("'", ""))

@@ -62,7 +62,7 @@ MACHINES = (
         "Whether a write of the peer can begin. A copy is `fenced` only after the page is shut.",
     ),
     (
-        "native/messaging/peer.hpp",
+        "native/messaging/rendezvous_receive.hpp",
         "transitions",
         "Rendezvous, the receiver",
         "From the RTS of a message to its FIN. The action is the reply that is sent.",
