@@ -13,11 +13,6 @@ namespace nb = nanobind;
 namespace unisono {
 namespace {
 
-// Below this size the GIL is kept. Releasing it costs 50 to 90 ns without contention, and beside busy Python threads it
-// made calls of 1 to 31 KiB up to ten times slower on average, because another thread keeps it for 5 ms. Keeping it
-// delays others by 1 us for a float32 sum of this size, and by 32 us for float16 without AVX2, the slowest.
-constexpr std::size_t gil_release_bytes = 32 * 1024;
-
 // A contiguous buffer, held for the length of a call: its owner can neither free nor resize it meanwhile.
 class Bytes {
  public:

@@ -16,6 +16,8 @@
 
 #include "engine/engine.hpp"
 #include "python/blocking.hpp"
+#include "python/library_call.hpp"
+#include "python/user_files.hpp"
 #include "python/work.hpp"
 
 namespace unisono {

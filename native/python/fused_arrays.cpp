@@ -8,12 +8,6 @@
 #include "python/gil_released.hpp"
 
 namespace unisono {
-namespace {
-
-// From here on copying takes longer than letting others have the GIL.
-constexpr uint64_t gil_release_bytes = 32 * 1024;
-
-}  // namespace
 
 FusedArrays::FusedArrays(const Arguments& arguments, PyObject* given, uint64_t width) : given_(nb::borrow(given)) {
   if (!PyList_CheckExact(given) && !PyTuple_CheckExact(given)) throw LeftToReference();

@@ -7,11 +7,9 @@
 #include "base/result_memory.hpp"
 #include "python/argument.hpp"
 #include "python/codec.hpp"
+#include "python/gil_released.hpp"
 
 namespace unisono {
-
-// Up to this many bytes are copied with the GIL held: letting go and taking it back costs as much.
-inline constexpr uint64_t gil_release_bytes = 32 * 1024;
 
 // An object in one piece, as a bytes object without other references.
 struct PackedObject {
