@@ -23,6 +23,8 @@ namespace unisono::engine {
 
 enum class Medium : uint8_t { shm, tcp };
 
+inline constexpr char hello_magic[8] = {'u', 'n', 'i', 's', 'o', 'n', 'o', '\n'};
+
 struct Hello {
   char magic[8];
   uint32_t version;

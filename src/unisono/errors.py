@@ -356,7 +356,7 @@ def said_of(rank: int, cause: str) -> str:
     return f"rank {rank} {cause}"
 
 
-# Part of the cause if a rank does not accept connections: see native/connect/connector.cpp.
+# Part of the cause if a rank does not accept connections: see native/connect/stream_handshake.cpp.
 _UNREACHED: Final = "cannot be reached from rank"
 _OPEN_PORT: Final = (
     "see whether that rank still runs; if it does, open that port of its host for TCP and UDP "
