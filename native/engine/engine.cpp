@@ -7,6 +7,9 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "base/cores.hpp"
+#include "engine/fork_registry.hpp"
+
 namespace unisono::engine {
 namespace {
 
@@ -17,87 +20,11 @@ constexpr size_t scratch_bytes = 256 * 1024, piece_bytes = 4 * 1024 * 1024;
 constexpr uint64_t turn_bytes_max = 4 * piece_bytes;
 constexpr std::int64_t tick_ns = millisecond;
 constexpr int quiet_ticks = 2;
-constexpr std::int64_t beat_ns_max = second / 2;
-// Ten heartbeats may be missing. A peer that missed three is pinged by UDP, too, twice as often.
-constexpr std::int64_t beats_per_silence = 10, beats_before_ping = 3;
-// About 2 us: the time of a small message if both sides call at once.
-constexpr unsigned spin_rounds_roomy = 32;
-// With a core for every rank, spinning costs no other rank; with fewer cores it keeps the awaited rank from running.
-// Beside other processes' load, spinning is the only way to keep a core, as long as the awaited rank has another one.
-constexpr std::int64_t spin_ns_long = 500'000;
-constexpr std::int64_t spin_ns_roomy = 20'000, yield_ns_roomy = 2 * millisecond;
-constexpr std::int64_t spin_ns_crowded = 0, yield_ns_crowded = 100'000;
-// Between two changes of the core.
-constexpr std::int64_t move_ns = 5 * millisecond;
-constexpr std::int64_t yield_ns_long = 50'000, crowded_ns = 20 * millisecond;
 // Interval at which a spinning caller polls for hang-ups and new links, which rings do not show.
 constexpr std::int64_t events_ns = 200'000, events_ns_connecting = 2'000;
 constexpr std::int64_t goodbye_ns = second / 2;
 
-int cores() {
-  cpu_set_t set;
-  return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
-}
-
-// Move to another of the cores that this thread may use. The scheduler puts a woken thread on its waker's core, so two
-// ranks that wake each other would stay on one core, however many there are.
-void leave_core(int core) {
-  cpu_set_t allowed, others;
-  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
-  others = allowed;
-  CPU_CLR(core, &others);
-  if (CPU_COUNT(&others) == 0 || sched_setaffinity(0, sizeof others, &others) != 0) return;
-  sched_setaffinity(0, sizeof allowed, &allowed);
-}
-
-// ---- fork ----
-//
-// A child has copies of the descriptors but none of the threads. It must not use the engine, nor hide the parent's end
-// from its peers: so it closes every descriptor and refuses every call.
-
-std::mutex registry_lock;
-std::vector<Engine*>& registry() {
-  static std::vector<Engine*> engines;
-  return engines;
-}
-
-void before_fork() {
-  registry_lock.lock();
-  for (Engine* engine : registry()) engine->before_fork();
-}
-void after_fork_in_parent() {
-  for (Engine* engine : registry()) engine->after_fork_in_parent();
-  registry_lock.unlock();
-}
-void after_fork_in_child() {
-  for (Engine* engine : registry()) engine->after_fork_in_child();
-  registry().clear();
-  registry_lock.unlock();
-}
-
-void register_engine(Engine& engine) {
-  static const int once = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
-  (void)once;
-  const std::lock_guard guard(registry_lock);
-  registry().push_back(&engine);
-}
-
-void unregister_engine(Engine& engine) {
-  const std::lock_guard guard(registry_lock);
-  std::erase(registry(), &engine);
-}
-
 }  // namespace
-
-void Mutex::let_others_in() {
-  // Called without the lock: wait until a contender has it, but not for ever.
-  for (int i = 0; i < 1000 && is_wanted(); ++i) {
-    if (i % 16 == 15)
-      sched_yield();
-    else
-      cpu_pause();
-  }
-}
 
 Engine::Engine(std::int32_t rank, std::int32_t size, const std::string& directory, std::string secret,
                const Settings& given, std::shared_ptr<LocalWorld> local)
@@ -118,11 +45,7 @@ Engine::Engine(std::int32_t rank, std::int32_t size, const std::string& director
     connector_.open(rank, size, directory, std::move(secret), settings, presence_);
   else
     users_ = std::make_unique<Users>();
-  spin_ns_ = spin_ns_crowded;
-  yield_ns_ = yield_ns_crowded;
-  beat_ns_ = std::min(beat_ns_max, settings.silence_ns / beats_per_silence);
-  silence_counted_at_ = now_ns();
-  beat_at_ = silence_counted_at_ + beat_ns_;
+  detector_.start(settings, now_ns());
   register_engine(*this);
   if (local_ != nullptr) {
     const Hold held(mutex_);
@@ -170,14 +93,7 @@ void Engine::connect(const std::vector<Card>& cards) {
     ranks_here += peer.is_same_host;
   }
   is_connected_ = true;
-  const int cores_here = cores();
-  ranks_per_core_ = static_cast<size_t>((ranks_here + cores_here - 1) / cores_here);
-  if (ranks_here <= cores_here) {
-    spin_ns_ = spin_ns_roomy;
-    spin_ns_long_ = spin_ns_long;
-    spin_rounds_ = spin_rounds_roomy;
-    yield_ns_ = yield_ns_roomy;
-  }
+  spin_.set_host(ranks_here, cores());
   if (settings.neighbours)
     for (std::int64_t step = 1; step < size; step *= 2)
       for (const std::int64_t other : {(rank + step) % size, (rank - step + size) % size}) {
@@ -353,41 +269,31 @@ void Engine::back_off(std::int64_t quiet_ns, Hold& held, std::int64_t now, std::
     events_polled_at_ = now;
     poll_events();
   }
-  const bool is_crowded = now < crowded_until_;
   const std::int32_t core = presence_.publish_core();
-  size_t sharers = 0;
-  bool is_last = true;
+  SpinPolicy::Seen seen{.now = now, .quiet_ns = quiet_ns, .sharers = 0, .is_last = true, .are_cores_known = true};
   for (const Peer* peer : open_) {
+    if (policy_.has_sockets() && peer->link->core() < 0) seen.are_cores_known = false;
     if (peer->link->core() != core) continue;
-    ++sharers;
-    is_last &= peer->rank < rank;
+    ++seen.sharers;
+    seen.is_last &= peer->rank < rank;
   }
-  const bool is_shared = sharers != 0;
-  // No core should serve more than its share of ranks. The highest rank on a crowded one moves.
-  if (is_last && sharers >= ranks_per_core_ && now > core_left_at_ + move_ns) {
-    core_left_at_ = now;
-    held.unlock();
-    leave_core(core);
-    held.lock();
-    return;
+  switch (spin_.next(seen)) {
+    case SpinPolicy::Step::spin: return;
+    case SpinPolicy::Step::leave_core:
+      spin_.on_core_left(now);
+      held.unlock();
+      leave_core(core);
+      held.lock();
+      return;
+    case SpinPolicy::Step::yield: {
+      held.unlock();
+      sched_yield();
+      const std::int64_t away = now_ns() - now;
+      held.lock();
+      return spin_.on_yielded(now, away);
+    }
+    case SpinPolicy::Step::sleep: sleep_for_events(held, std::min(deadline, now + second));
   }
-  // The awaited rank may be next in line for this core, and spinning would keep it waiting. If its core is unknown,
-  // that has to be assumed.
-  const auto is_unknown = [](const Peer* p) { return p->link->core() < 0; };
-  const bool is_known = !policy_.has_sockets() || std::none_of(open_.begin(), open_.end(), is_unknown);
-  const std::int64_t spin_ns = !is_crowded ? spin_ns_ : is_known ? spin_ns_long_ : spin_ns_crowded;
-  if (!is_shared && quiet_ns < spin_ns) return;
-  if (quiet_ns < yield_ns_ && !is_crowded) {
-    held.unlock();
-    sched_yield();
-    const std::int64_t away = now_ns() - now;
-    held.lock();
-    // Another process ran here for milliseconds and will again. With a core for every rank, spin from now on and then
-    // sleep: a sleeping thread is scheduled sooner than one that yields. With fewer cores it most likely was a rank.
-    if (away > yield_ns_long && spin_ns_long_ != 0) crowded_until_ = now + away + crowded_ns;
-    return;
-  }
-  sleep_for_events(held, std::min(deadline, now + second));
 }
 
 void Engine::sleep_for_events(Hold& held, std::int64_t until) {
@@ -423,7 +329,8 @@ void Engine::run() {
   uint64_t polls = 0;
   while (!is_stopping_.load(std::memory_order_relaxed)) {
     const std::int64_t now = now_ns();
-    if (now < beat_at_ && is_polled_.load(std::memory_order_relaxed) && !is_sleeping_.load(std::memory_order_relaxed)) {
+    if (now < detector_.beat_at() && is_polled_.load(std::memory_order_relaxed) &&
+        !is_sleeping_.load(std::memory_order_relaxed)) {
       // A caller spins and makes progress.
       quiet = 0;
       const timespec tick{0, tick_ns};
@@ -431,10 +338,10 @@ void Engine::run() {
       continue;
     }
     // Before taking the lock: a caller that holds it and is not scheduled must not make this rank look dead.
-    if (now >= beat_at_) presence_.beat();
+    if (now >= detector_.beat_at()) presence_.beat();
     Hold held(mutex_);
-    if (now >= beat_at_) beat(now);
-    const std::int64_t until = beat_at_ - now;
+    if (now >= detector_.beat_at()) beat(now);
+    const std::int64_t until = detector_.beat_at() - now;
     if (is_polled_.load(std::memory_order_relaxed)) {
       if (!is_sleeping_.load(std::memory_order_relaxed)) continue;
       // The caller sleeps for events itself; only heartbeats are left to do.
@@ -445,7 +352,7 @@ void Engine::run() {
     }
     const bool is_asleep = presence_.is_asleep();
     rest_ = is_asleep ? Rest::epoll : Rest::ticking;
-    sleeps_until_ = std::min({beat_at_, connector_.expiry(), is_asleep ? never : now + tick_ns});
+    sleeps_until_ = std::min({detector_.beat_at(), connector_.expiry(), is_asleep ? never : now + tick_ns});
     const std::int64_t left = sleeps_until_ - now;
     held.unlock();
     const int count = poller_.wait(events, left);
@@ -461,7 +368,7 @@ void Engine::run() {
     if (is_asleep) presence_.wake_up();
     bool moved = false;
     // Heartbeats are due even while messages keep coming.
-    while (now_ns() < beat_at_ && progress()) {
+    while (now_ns() < detector_.beat_at() && progress()) {
       moved = true;
       if (mutex_.is_wanted()) {
         held.unlock();
@@ -595,45 +502,18 @@ void Engine::on_answer(std::int32_t from, bool is_given_up) {
     snprintf(why, sizeof why, "no heartbeat for silence_s = %.1f s", static_cast<double>(settings.silence_ns) / 1e9);
     return lose(peer, gave_up_on_us(why), false);
   }
-  peer.silent_ns = -beat_ns_;
+  detector_.on_ping_answer(peer);
 }
 
 void Engine::beat(std::int64_t now) {
-  // Silence is measured only while this rank was scheduled.
-  const std::int64_t passed = std::min(now - silence_counted_at_, beat_ns_ + beat_ns_ / 4);
-  silence_counted_at_ = now;
-  bool is_pinging = false;
+  const std::int64_t passed = detector_.begin_beat(now);
   connector_.tick(passed);
   const std::vector<Peer*> open = open_;
   for (Peer* peer : open) {
     peer->link->beat();
-    // The sign of life came at some time since the last beat; silence begins when the next one is due.
-    if (peer->link->was_heard()) peer->silent_ns = peer->stalled_ns = -passed - beat_ns_ / 2;
+    if (peer->link->was_heard()) detector_.on_sign_of_life(*peer, passed);
   }
-  for (auto& peer : peers_) {
-    const bool is_open = peer->state == Peer::State::open;
-    if (is_open ? peer->link == nullptr : peer->state != Peer::State::opening) continue;
-    // A handshake that we opened has its own deadline.
-    if (!is_open && connector_.is_calling(peer->rank) && !connector_.is_crossed(peer->rank)) continue;
-    peer->silent_ns += passed;
-    peer->stalled_ns += passed;
-    if (is_open && peer->link->can_stall() && peer->silent_ns >= (beats_before_ping - 1) * beat_ns_) {
-      connector_.ping(peer->rank);
-      is_pinging = true;
-    }
-    // A link half made, or a connection that the peer should open, gets twice the time.
-    const bool is_silent = peer->silent_ns >= (is_open ? settings.silence_ns : 2 * settings.silence_ns);
-    // The peer answers pings: its connection has time to retransmit what the network lost.
-    const bool is_stalled = is_open && peer->stalled_ns >= 2 * settings.silence_ns;
-    if (!is_silent && !is_stalled) continue;
-    if (peer->link != nullptr ? peer->link->is_starved() : peer->is_starved()) continue;
-    char text[96];
-    snprintf(text, sizeof text,
-             is_silent ? "silent for %.1f s" : "answers pings, but its connection brought nothing for %.1f s",
-             static_cast<double>(is_silent ? peer->silent_ns : peer->stalled_ns) / 1e9);
-    lose(*peer, text, false);
-  }
-  beat_at_ = now + (is_pinging ? beat_ns_ / 2 : beat_ns_);
+  for (const auto& [peer, cause] : detector_.count_silence(peers_, connector_, now, passed)) lose(*peer, cause, false);
   if (!inbox.run_ahead().empty() && on_unclaimed_ != nullptr) on_unclaimed_(on_unclaimed_self_);
 }
 

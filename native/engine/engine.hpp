@@ -18,35 +18,15 @@
 #include "base/poller.hpp"
 #include "connect/connector.hpp"
 #include "connect/local_world.hpp"
+#include "engine/failure_detector.hpp"
+#include "engine/mutex.hpp"
+#include "engine/spin_policy.hpp"
 #include "engine/users.hpp"
 #include "link/presence.hpp"
 #include "link/tcp_link.hpp"
 #include "messaging/peer.hpp"
 
 namespace unisono::engine {
-
-// A mutex that knows whether other threads want it, so that a thread that holds it for long can let them in.
-class Mutex {
- public:
-  void lock() {
-    if (inner_.try_lock()) [[likely]]
-      return;
-    contenders_.fetch_add(1, std::memory_order_relaxed);
-    inner_.lock();
-    contenders_.fetch_sub(1, std::memory_order_relaxed);
-  }
-  bool try_lock() { return inner_.try_lock(); }
-  void unlock() { inner_.unlock(); }
-  // relaxed: a late answer is soon enough
-  bool is_wanted() const { return contenders_.load(std::memory_order_relaxed) != 0; }
-  void let_others_in();
-
- private:
-  std::mutex inner_;
-  std::atomic<int> contenders_{0};
-};
-
-using Hold = std::unique_lock<Mutex>;
 
 // A peer that is gone.
 struct Down {
@@ -164,7 +144,7 @@ class Engine final : public PeerServices, private ConnectionOwner {
   void stop_reading(RendezvousReceive& offer) override { readers_.remove(offer); }
   void on_rank_down(uint64_t gone, std::string cause, bool left) override;
 
-  // -- fork: see engine.cpp
+  // -- fork: see fork_registry.hpp
   void before_fork() { mutex_.lock(); }
   void after_fork_in_parent() { mutex_.unlock(); }
   void after_fork_in_child();
@@ -221,14 +201,8 @@ class Engine final : public PeerServices, private ConnectionOwner {
   bool is_connected_ = false;
   bool is_closing_ = false;  // no operation may be started any more
   bool is_leaving_ = false;  // no peer may connect any more
-  std::int64_t spin_ns_ = 0;
-  std::int64_t spin_ns_long_ = 0;
-  unsigned spin_rounds_ = 4;  // rounds without progress before a look at the clock
-  std::int64_t yield_ns_ = 0;
+  SpinPolicy spin_;
   std::int64_t events_polled_at_ = 0;
-  std::int64_t crowded_until_ = 0;
-  std::int64_t core_left_at_ = 0;
-  size_t ranks_per_core_ = 1;  // on this host
   void (*on_down_)(void*, const Down&) = nullptr;
   void* on_down_self_ = nullptr;
   void (*on_unclaimed_)(void*) = nullptr;
@@ -248,9 +222,7 @@ class Engine final : public PeerServices, private ConnectionOwner {
   bool is_background_ = false;  // the caller that makes progress is a background one
   std::condition_variable_any moved_;
   std::condition_variable_any background_;
-  std::int64_t beat_ns_ = 0;
-  std::int64_t beat_at_ = 0;
-  std::int64_t silence_counted_at_ = 0;
+  FailureDetector detector_;
   std::unique_ptr<std::thread> thread_;
 };
 
@@ -294,7 +266,7 @@ bool Engine::wait(Hold& held, Done done, std::int64_t deadline, bool is_backgrou
     if (moved) {
       quiet_since = 0;
       if (rounds % 64 != 0) continue;
-    } else if (rounds % spin_rounds_ != 0) {
+    } else if (rounds % spin_.rounds() != 0) {
       cpu_pause();
       continue;
     }
@@ -323,7 +295,7 @@ void Engine::poll_briefly(Done done) {
   enter_polling();
   ++turn_;
   is_background_ = false;
-  for (unsigned rounds = 3 * spin_rounds_ / 2; rounds > 0; --rounds) {
+  for (unsigned rounds = 3 * spin_.rounds() / 2; rounds > 0; --rounds) {
     const bool moved = progress();
     if (done() || !readers_.empty() || !deferred_.empty() || mutex_.is_wanted() || is_closed()) break;
     if (!moved) cpu_pause();
