@@ -13,6 +13,7 @@ void bind_completion_eventfd(nanobind::module_& m);
 void bind_kernels(nanobind::module_& m);
 void bind_local_world(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);
+void bind_program(nanobind::module_& m);
 void bind_mailbox(nanobind::module_& m);
 void bind_rpc_frame(nanobind::module_& m);
 void bind_verbs(nanobind::module_& m);

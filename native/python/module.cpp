@@ -14,6 +14,7 @@ NB_MODULE(_native, m) {
   unisono::bind_codec(m);
   unisono::bind_kernels(m);
   unisono::bind_local_world(m);
+  unisono::bind_program(m);
   unisono::bind_engine(m);
   unisono::bind_call_log(m);
   unisono::bind_mailbox(m);
