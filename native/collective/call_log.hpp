@@ -47,7 +47,7 @@ class CallLog {
     CompletionQueue& completions;
     uint64_t handle;  // of its operation
     // relaxed: an interrupt_wait follows, and makes the waiting thread look
-    std::atomic<bool> is_recalled{false};
+    std::atomic<bool> is_interrupted{false};
   };
 
   // `release` drops a reference to a code object.

@@ -122,7 +122,7 @@ class CompletionQueue {
   // Those of a context that belong to calls up to the one with this tag.
   std::vector<Unclaimed> unclaimed(uint64_t context, uint64_t tag_max) const;
   // The oldest, if it is such a one. Cheap enough to ask at the end of every call.
-  const UnexpectedMessage* first_unmet(uint64_t context, uint64_t tag_max) const {
+  const UnexpectedMessage* first_unclaimed(uint64_t context, uint64_t tag_max) const {
     const UnexpectedMessage* first = engine_.inbox.run_ahead().front();
     while (first != nullptr && first->envelope.context != context) first = Inbox::RunAhead::next(*first);
     return first != nullptr && first->envelope.tag <= tag_max ? first : nullptr;
@@ -164,10 +164,10 @@ class CompletionQueue {
   // Wait for watched operations. Returns when they have ended; true if other completions wait for dispatch. The pump
   // sleeps meanwhile: the caller dispatches them, or leaves them to the pump.
   template <class HasEnded>
-  bool wait_until(Hold& held, HasEnded has_ended, std::int64_t deadline, const std::atomic<bool>& is_recalled) {
+  bool wait_until(Hold& held, HasEnded has_ended, std::int64_t deadline, const std::atomic<bool>& is_interrupted) {
     const auto has_other = [&] {
       // relaxed: an interrupt_wait follows it
-      return (!is_empty() && !is_dispatching_) || is_recalled.load(std::memory_order_relaxed) || engine_.is_closed();
+      return (!is_empty() && !is_dispatching_) || is_interrupted.load(std::memory_order_relaxed) || engine_.is_closed();
     };
     ++waiters_;
     engine_.wait(held, [&] { return has_ended() || has_other(); }, deadline);

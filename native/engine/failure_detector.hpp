@@ -29,7 +29,7 @@ class FailureDetector {
   std::int64_t begin_beat(std::int64_t now);
   void on_sign_of_life(Peer& peer, std::int64_t passed) const;
   void on_ping_answer(Peer& peer) const { peer.silent_ns = -beat_ns_; }
-  // Count the silence, ping who is silent, and return the dead.
+  // Count the silence, ping silent peers, and return those that are dead.
   std::vector<Dead> count_silence(const std::vector<std::unique_ptr<Peer>>& peers, Connector& connector,
                                   std::int64_t now, std::int64_t passed);
 

@@ -219,7 +219,7 @@ bool Mailbox::lend(std::int32_t dst, uint64_t tag, const byte* data, uint64_t nb
   lent.tag = tag;
   lent.data = data;
   lent.nbytes = nbytes;
-  // Nothing of a longer one is sent before the receiver takes it: it may not want it, and what nobody receives must
+  // Nothing of a longer one is sent before the receiver takes it: it may not want it, and what is never received must
   // neither stay there nor use up credit.
   lent.receive_is_certain = nbytes <= certain_bytes_max;
   lent.sync = !lent.receive_is_certain;

@@ -25,7 +25,7 @@ class Mutex {
   void unlock() { inner_.unlock(); }
   // relaxed: a late answer is soon enough
   bool is_wanted() const { return contenders_.load(std::memory_order_relaxed) != 0; }
-  // Without the lock: wait until a contender has it, but not for ever.
+  // Without the lock: wait until a contender has it, but for a few microseconds at most.
   void let_others_in() {
     for (int i = 0; i < 1000 && is_wanted(); ++i) {
       if (i % 16 == 15)

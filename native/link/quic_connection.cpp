@@ -116,7 +116,7 @@ struct QuicConnection::Callbacks {
       return false;
     });
   }
-  // Whoever sees a connection id can send to it. What can be decrypted is the peer's.
+  // Every host that sees a connection id can send to it. Only the peer can send what decrypts.
   static int decrypt(uint8_t* to, const ngtcp2_crypto_aead* aead, const ngtcp2_crypto_aead_ctx* key,
                      const uint8_t* from, size_t bytes, const uint8_t* nonce, size_t nonce_bytes, const uint8_t* head,
                      size_t head_bytes) {

@@ -236,7 +236,7 @@ class QuicConnection {
   Admission admission_ = Admission::unknown;
   bool is_hung_up_ = false;
   bool is_refused_ = false;
-  bool is_mute_ = false;  // nobody is told of its end: what came proves no connection
+  bool is_mute_ = false;  // its end is not sent: what arrived does not prove that there is a connection
   bool was_heard_ = false;
   std::string why_;
   std::string reason_;

@@ -409,7 +409,7 @@ const char* Peer::on_fin(const Head& head) {
   if (send == nullptr) return nullptr;  // withdrawn earlier
   stop_sharing(*send);
   send->state = Send::State::ended;
-  send->end(static_cast<Answer>(head.dtype) == Answer::withdrawn ? Outcome::cancelled : Outcome::done);
+  send->end(static_cast<FinStatus>(head.dtype) == FinStatus::withdrawn ? Outcome::cancelled : Outcome::done);
   return nullptr;
 }
 

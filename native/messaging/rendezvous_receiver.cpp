@@ -86,9 +86,9 @@ void RendezvousReceiver::advance(RendezvousReceive& offer, RendezvousReceive::Ev
     case Reply::queued: return reply_queued(offer);
     case Reply::cts: return peer_.note(Lane::control, Kind::cts, offer.rendezvous_id);
     case Reply::fin_matched:
-      return peer_.note(Lane::control, Kind::fin, offer.rendezvous_id, static_cast<uint8_t>(Answer::matched));
+      return peer_.note(Lane::control, Kind::fin, offer.rendezvous_id, static_cast<uint8_t>(FinStatus::matched));
     case Reply::fin_withdrawn:
-      return peer_.note(Lane::control, Kind::fin, offer.rendezvous_id, static_cast<uint8_t>(Answer::withdrawn));
+      return peer_.note(Lane::control, Kind::fin, offer.rendezvous_id, static_cast<uint8_t>(FinStatus::withdrawn));
   }
 }
 

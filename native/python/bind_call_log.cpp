@@ -98,7 +98,7 @@ void bind_call_log(nb::module_& m) {
            })
       .def("interrupt_in_flight", [](CallLog& self) {
         for (CallLog::InFlightCall* flight : self.flights) {
-          flight->is_recalled.store(true, std::memory_order_relaxed);
+          flight->is_interrupted.store(true, std::memory_order_relaxed);
           const Hold held = flight->completions.engine().hold();
           flight->completions.interrupt_wait();
         }

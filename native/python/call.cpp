@@ -206,7 +206,8 @@ void Call::leave_dispatch() {
 
 // True if it needs nothing of Python but that it dispatches what has come for others.
 bool Call::is_uninterrupted(const CallLog::InFlightCall& flight) const {
-  return is_open() && !flight.is_recalled.load(std::memory_order_relaxed) && !group_.completions.engine().is_closed();
+  return is_open() && !flight.is_interrupted.load(std::memory_order_relaxed) &&
+         !group_.completions.engine().is_closed();
 }
 
 bool Call::take() {
@@ -221,7 +222,7 @@ bool Call::take() {
   if (is_collective()) {
     if (stage() == 0 && shows_all()) ++group_.call_log.agreed;
     if (const UnexpectedMessage* const first =
-            group_.completions.first_unmet(group_.context, tag_of(sequence_) + stage());
+            group_.completions.first_unclaimed(group_.context, tag_of(sequence_) + stage());
         first != nullptr) [[unlikely]]
       unclaimed_.emplace(first->envelope);
   }
@@ -264,7 +265,7 @@ Call::Waited Call::wait(std::int64_t limit_ns) {
       now = now_ns();
       has_other = group_.completions.wait_until(
           held, [this] { return has_ended() || wants_memory(); }, std::min({now + slice_ns, attention, limit_ns}),
-          flight.is_recalled);
+          flight.is_interrupted);
       now = now_ns();
     }
     {
@@ -311,9 +312,9 @@ bool Call::poll(unsigned idle_polls) {
     // Nothing came for several looks: let others have the GIL and the core, as long as a wait would.
     const GilReleased released;
     Hold held = group_.completions.engine().hold();
-    static const std::atomic<bool> never_recalled{false};
+    static const std::atomic<bool> never_interrupted{false};
     const std::int64_t pause = std::min<std::int64_t>(poll_ns_max, std::int64_t{idle_polls} * 1000);
-    group_.completions.wait_until(held, [this] { return has_ended(); }, now_ns() + pause, never_recalled);
+    group_.completions.wait_until(held, [this] { return has_ended(); }, now_ns() + pause, never_interrupted);
     group_.completions.leave_dispatch_to_pump();
   }
   const Hold held = group_.completions.engine().hold();

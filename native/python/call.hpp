@@ -36,7 +36,7 @@ class Call : public ParsedCall {
   void leave_dispatch();
   // Start its operations: allowed, numbered and under way while no other thread runs Python.
   void begin();
-  // Whether Python need not look at it before it begins, or because somebody is gone.
+  // Whether it may run without Python: no message is to be dispatched before it, and no peer that it needs is gone.
   bool is_open() const {
     if (is_collective()) return group_.call_log.fast_path_open;
     return group_.call_log.messages_open && (!spec_.sends() || group_.is_reachable(dst_)) &&

@@ -1,4 +1,4 @@
-// A started call: a call of the engine, its state, and who is told of its end.
+// A started call: a call of the engine, its state and its observers.
 
 #pragma once
 

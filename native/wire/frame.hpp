@@ -29,7 +29,7 @@ enum class Kind : uint8_t {
   rts,       // ready to send: envelope, rendezvous id and address of a message; its payload stays at the sender
   cts,       // clear to send. context = rendezvous id
   data,      // payload of a message after its CTS. context = rendezvous id, tag = offset
-  fin,       // the rendezvous is over, and its id may be used again. context = rendezvous id, dtype = an Answer
+  fin,       // the rendezvous is over, and its id may be used again. context = rendezvous id, dtype = a FinStatus
   credit,    // credit returned. nbytes = bytes, dtype = lane
   queued,    // no receive matches the RTS so far; only for an RTS without an offer word. context = rendezvous id
   withdraw,  // the sender withdraws an unmatched RTS. context = rendezvous id
@@ -39,7 +39,7 @@ enum class Kind : uint8_t {
 };
 inline constexpr uint8_t kind_count = 13;
 
-enum class Answer : uint8_t { matched, withdrawn };
+enum class FinStatus : uint8_t { matched, withdrawn };
 
 // How a rank went: it died, it left, or the sender of the frame declares the reader itself dead and hangs up.
 enum class Fate : uint8_t { died, left, given_up };
