@@ -190,16 +190,16 @@ def test_a_place_is_held_by_one_living_process_and_free_after_it(tmp_path: Path)
         "import sys\n"
         "from pathlib import Path\n"
         "from unisono.bootstrap.owned_file import claim\n"
-        "draft = Path(sys.argv[1])\n"
-        "draft.write_text('theirs')\n"
-        "claim(draft, draft.with_name('place'))\n"
+        "temporary = Path(sys.argv[1])\n"
+        "temporary.write_text('theirs')\n"
+        "claim(temporary, temporary.with_name('place'))\n"
         "print('held', flush=True)\n"
         "sys.stdin.read()\n"
     )
-    place, draft = tmp_path / "place", tmp_path / "draft"
-    draft.write_text("ours")
+    place, temporary = tmp_path / "place", tmp_path / "temporary"
+    temporary.write_text("ours")
     with subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path / "their draft")],
+        [sys.executable, "-c", program, str(tmp_path / "their temporary")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -207,11 +207,11 @@ def test_a_place_is_held_by_one_living_process_and_free_after_it(tmp_path: Path)
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
         with pytest.raises(FileOwned) as caught:
-            claim(draft, place)
+            claim(temporary, place)
         assert caught.value.pid == other.pid
         assert place.read_text() == "theirs"
         other.kill()
-    release = claim(draft, place)
+    release = claim(temporary, place)
     assert place.read_text() == "ours"
     release()
     assert list(tmp_path.iterdir()) == []
@@ -239,9 +239,9 @@ def test_a_forked_child_neither_holds_nor_gives_back_its_parents_place(tmp_path:
         assert source.read().address.port == 1
         leave()
         assert not list(tmp_path.iterdir())
-        draft = tmp_path / "draft"
-        draft.touch()
-        claim(draft, tmp_path / "job.ticket")()
+        temporary = tmp_path / "temporary"
+        temporary.touch()
+        claim(temporary, tmp_path / "job.ticket")()
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

@@ -34,7 +34,7 @@ _NAMES: Final = {
     "uneven exchange": ("parts", "out", "counts", "theirs", "vector_x", "vector_out"),
     "uneven reduce": ("x", "out", "counts"),
     "number": ("x",),
-    "object": ("value", "holder", "room"),
+    "object": ("value", "holder", "outputs"),
     "objects": ("values", "holder"),
 }
 

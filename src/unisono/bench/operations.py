@@ -294,14 +294,14 @@ OPERATIONS: Final = (
                 "object",
                 "all_gather_object(value)",
                 "allgather(value)",
-                Line("all_gather_object(room, value)", "room"),
+                Line("all_gather_object(outputs, value)", "outputs"),
             ),
             (
                 "gather_object",
                 "object",
                 "gather_object(value)",
                 "gather(value)",
-                Line("gather_object(value, room if rank == 0 else None)", "room"),
+                Line("gather_object(value, outputs if rank == 0 else None)", "outputs"),
             ),
             (
                 "scatter_object",

@@ -49,24 +49,24 @@ class EndNote:
     def write(self, name: str) -> None:
         """Note that this process removes its file now."""
         with contextlib.suppress(OSError):  # without a note two jobs are told apart only while both run
-            draft = self._path.with_suffix(f".{os.getpid()}")
-            draft.write_text(f"{uptime_s()} {os.getpid()} {name}")
-            draft.replace(self._path)
+            temporary = self._path.with_suffix(f".{os.getpid()}")
+            temporary.write_text(f"{uptime_s()} {os.getpid()} {name}")
+            temporary.replace(self._path)
 
 
-def claim(draft: Path, path: Path) -> Callable[[], None]:
-    """Move `draft` to `path`, if the path is free or owned by a dead process or by this very one.
+def claim(temporary: Path, path: Path) -> Callable[[], None]:
+    """Move `temporary` to `path`, if the path is free or owned by a dead process or by this very one.
 
     Returns the function that removes the file again.
 
     Raises:
-        FileOwned: another living process owns the file; the draft is still there.
+        FileOwned: another living process owns the file; the temporary file is still there.
         OSError: the file cannot be moved there.
     """
-    descriptor = os.open(draft, os.O_RDWR | os.O_CLOEXEC)
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CLOEXEC)
     try:
         _lock(descriptor)
-        while not _moved(draft, path):
+        while not _moved(temporary, path):
             pass
     except BaseException:
         os.close(descriptor)
@@ -84,19 +84,19 @@ def claim(draft: Path, path: Path) -> Callable[[], None]:
     return release
 
 
-def _moved(draft: Path, path: Path) -> bool:
+def _moved(temporary: Path, path: Path) -> bool:
     """Try once; False if the path has changed meanwhile."""
     try:
-        os.link(draft, path)
+        os.link(temporary, path)
     except FileExistsError:
         pass
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise
-        draft.replace(path)
+        temporary.replace(path)
         return True
     else:
-        draft.unlink()
+        temporary.unlink()
         return True
     try:
         old = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -109,7 +109,7 @@ def _moved(draft: Path, path: Path) -> bool:
         # We hold the lock of the dead owner's file, so only one process replaces it.
         if _identity(path.stat()) != _identity(found):
             return False
-        draft.replace(path)
+        temporary.replace(path)
         return True
     except FileNotFoundError:
         return False

@@ -168,12 +168,12 @@ class TicketSource:
     def write(self, ticket: Ticket) -> Callable[[], None]:
         """Write the file atomically, readable by this user only; returns the function that removes it."""
         path = self._writable_path()
-        draft = self._draft(ticket)
+        temporary = self._temporary(ticket)
         try:
-            inode = draft.stat().st_ino
-            draft.replace(path)
+            inode = temporary.stat().st_ino
+            temporary.replace(path)
         except OSError as error:
-            draft.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise _unwritten(path, error) from error
 
         def remove() -> None:
@@ -195,13 +195,13 @@ class TicketSource:
             RendezvousError: another job owns or owned the file meanwhile, or it cannot be written.
         """
         path = self._writable_path()
-        draft = self._draft(ticket)
+        temporary = self._temporary(ticket)
         try:
-            release = self._claimed(draft, path)
+            release = self._claimed(temporary, path)
         except OSError as error:
             raise _unwritten(path, error) from error
         finally:
-            draft.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         rival = self.rival()
         if rival:
             release()
@@ -234,12 +234,12 @@ class TicketSource:
         """Seconds since this process was started, if it was started for this job; otherwise 0."""
         return 0.0 if self.began is None else max(0.0, uptime_s() - self.began)
 
-    def _claimed(self, draft: Path, path: Path) -> Callable[[], None]:
+    def _claimed(self, temporary: Path, path: Path) -> Callable[[], None]:
         runtime = RealRuntime()
         until = runtime.now() + OLD_SEED_S
         while True:
             try:
-                return claim(draft, path)
+                return claim(temporary, path)
             except FileOwned as owned:
                 if runtime.now() > until:
                     where = "on another host" if owned.pid is None else f"in process {owned.pid}"
@@ -265,17 +265,17 @@ class TicketSource:
             make_private(self.path.parent)
         return self.path
 
-    def _draft(self, ticket: Ticket) -> Path:
+    def _temporary(self, ticket: Ticket) -> Path:
         assert self.path is not None
-        draft = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}")
+        temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}")
         try:
-            descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
             with os.fdopen(descriptor, "w") as file:
                 file.write(ticket.text() + "\n")
         except OSError as error:
-            draft.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise _unwritten(self.path, error) from error
-        return draft
+        return temporary
 
 
 def new_token() -> bytes:

@@ -68,9 +68,9 @@ def init(
         RendezvousError: the world did not form in time; the text names the missing ranks.
         BackendUnavailable: the backend cannot run here; the text names what is missing.
     """
-    meeting = network()  # the address, ticket and backend of this process
+    environment = network()  # the address, ticket and backend of this process
     if backend == "auto":
-        backend = meeting.backend
+        backend = environment.backend
     # The native backend always exists: do not import the registry of the others for it.
     info = None if backend == "native" else backend_named(backend)
     settings = config if config is not None else Config()
@@ -84,7 +84,7 @@ def init(
         return Communicator.world(info.join(settings, timeout))
     from unisono.bootstrap.launch_info import decide  # not needed for a world in one process
 
-    launch_info = decide(launch(), meeting, rank=rank, size=size, join=join, insecure=settings.insecure)
+    launch_info = decide(launch(), environment, rank=rank, size=size, join=join, insecure=settings.insecure)
     return joined(launch_info, backend, settings, timeout)
 
 

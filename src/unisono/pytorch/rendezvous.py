@@ -55,7 +55,7 @@ def join_world(
     if size == 1:
         return joined(LaunchInfo(0, 1), "native", settings, None)
     started, given = _launch(), network()
-    meeting = _portless(given)
+    portless = _portless(given)
     source = StoreSource(
         f"store of torch's group {name!r}",
         insecure=settings.insecure,
@@ -71,19 +71,19 @@ def join_world(
         rank,
         size,
         source=source,
-        seed_address=_seed_address(store, meeting, started) if rank == 0 else None,
-        network=meeting,
+        seed_address=_seed_address(store, portless, started) if rank == 0 else None,
+        network=portless,
     )
     if is_default and rank == 0:
         _kept[:] = [store]
-    return joined(info, meeting.backend, settings, timeout.total_seconds())
+    return joined(info, portless.backend, settings, timeout.total_seconds())
 
 
-def _portless(meeting: Network) -> Network:
+def _portless(given: Network) -> Network:
     """The environment's addresses without ports: each of the worlds of a process takes free ones."""
-    address, advertise = meeting.address, meeting.advertise
+    address, advertise = given.address, given.advertise
     return replace(
-        meeting,
+        given,
         join=None,
         address=bindable(address).host if address is not None else None,
         advertise=Address.parse(advertise).host if advertise is not None else None,
@@ -107,13 +107,13 @@ def _secret(started: Launch | None, given: Network, insecure: bool) -> bytes:
         raise RendezvousError("the ticket of this job cannot be read", cause=str(error)) from None
 
 
-def _seed_address(store: Any, meeting: Network, started: Launch | None) -> str:
+def _seed_address(store: Any, given: Network, started: Launch | None) -> str:
     """Where group rank 0 hosts the seed: on loopback only if it is certain that all members are on this host.
 
     A store that is reached by the network tells by which address; other members can reach that, too.
     """
-    if meeting.address is not None:
-        return meeting.address
+    if given.address is not None:
+        return given.address
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
     host = getattr(store, "host", None)
