@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol
 
-from unisono.core.clock import Finalizer
 from unisono.core.codec import register
+from unisono.core.runtime import Finalizer
 from unisono.core.work import Work
 from unisono.errors import UsageError
 from unisono.rpc.registry import Parameters, Signature
