@@ -248,6 +248,6 @@ def _unknown(what: str, name: str, known: list[str], prefix: str = "") -> UsageE
 
     close = difflib.get_close_matches(name.removeprefix(prefix).lower(), known, n=1)
     shown = [f"{prefix}{n.upper()}" if prefix else n for n in (close or known)]
-    hint = f"did you mean {shown[0]}?" if close else f"allowed: {', '.join(shown)}"
+    hint = f"did you mean {shown[0]}" if close else f"allowed: {', '.join(shown)}"
     step = f"write {shown[0]}" if close else f"correct the {what}, or leave it out"
     return UsageError(f"{what} {name!r} is unknown; {hint}", next_step=step)

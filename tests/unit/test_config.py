@@ -95,7 +95,7 @@ def test_a_switch_is_written_in_words(word, monkeypatch):
         ("UNISONO_DEADLINE_S", "0", "out of range; allowed: at least 0.001"),
         ("UNISONO_FLUSH_S", "-1", "out of range; allowed: at least 0.0"),
         ("UNISONO_FLUSH_S", "nan", "out of range"),
-        ("UNISONO_SEGMENT_BYTE", "64", "did you mean UNISONO_SEGMENT_BYTES?"),
+        ("UNISONO_SEGMENT_BYTE", "64", "did you mean UNISONO_SEGMENT_BYTES"),
         ("UNISONO_QQQ", "1", "is unknown; allowed: UNISONO_REPRODUCIBLE, "),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_senseless_variable_is_refused_with_what_is_allowed(variable, text, wo
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"segment_byte": 1}, "did you mean segment_bytes?"),
+        ({"segment_byte": 1}, "did you mean segment_bytes"),
         ({"zzz": 1}, "setting 'zzz' is unknown; allowed: reproducible, "),
         ({"segment_bytes": 4096.0}, "segment_bytes=4096.0 is float; allowed: int"),
         ({"segment_bytes": "4096"}, "is str; allowed: int"),

@@ -32,7 +32,10 @@ def by_rank(x: Any, what: str, size: int) -> Array:
     """An array whose leading axis is the rank."""
     array = buffers.view(x, what)
     if not array.shape or array.shape[0] != size:
-        raise UsageError(f"{what} has shape {array.shape}; allowed: a leading axis of {size}, one per rank")
+        raise UsageError(
+            f"{what} has shape {array.shape}; allowed: a leading axis of {size}, one per rank",
+            next_step=f"give it that axis, as by {what}.reshape({size}, -1), or use a verb for uneven parts",
+        )
     return array
 
 
@@ -104,7 +107,8 @@ def check_reduction(collective: str, op: ReduceOp, dtype: DType, algorithm: str,
 def no_mean(operation: str) -> UsageError:
     """The error of a scan with op "mean"."""
     return UsageError(
-        f"{operation} has no mean: the contributions of a prefix differ in number; allowed: sum"
+        f"{operation} has no mean: the contributions of a prefix differ in number; allowed: sum",
+        next_step='op="sum", and divide by the number of ranks in the prefix',
     )
 
 
