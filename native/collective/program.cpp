@@ -193,20 +193,20 @@ bool Program::accepts(const Counts& given) const {
   return std::all_of(given.at, given.at + given.size, [&](uint64_t count) { return count <= count_max_; });
 }
 
-bool Program::reads_within(const Counts& given, std::span<const uint64_t> parts) const {
+bool Program::stays_within(Buffer buffer, const Counts& given, std::span<const uint64_t> parts) const {
   thread_local std::vector<uint64_t> atoms, at;
   evaluate(given, atoms, at);
-  const auto is_within_one = [&](uint64_t start, uint64_t stop) {
+  const auto is_within_one = [&](uint64_t start, uint64_t count) {
     uint64_t end = 0;
     for (const uint64_t part : parts)
-      if (end += part; end > start) return stop <= end;
-    return start == stop;
+      if (end += part; end > start) return count <= end - start;
+    return count == 0;
   };
   return std::all_of(steps.begin(), steps.end(), [&](const SymbolicStep& step) {
     const uint64_t dst = at[step.dst], count = at[step.dst_stop] - dst;
-    if (step.step == Step::send) return step.dst_buf != Buffer::in || is_within_one(dst, dst + count);
+    if (step.dst_buf == buffer && !is_within_one(dst, count)) return false;
     if (step.step != Step::copy && step.step != Step::reduce) return true;
-    return step.src_buf != Buffer::in || is_within_one(at[step.src], at[step.src] + count);
+    return step.src_buf != buffer || is_within_one(at[step.src], count);
   });
 }
 

@@ -87,8 +87,8 @@ struct Program {
 
   // Whether counts are as many as they should be, and small enough that no sum overflows.
   bool accepts(const Counts& given) const;
-  // Whether no step reads across a boundary between the parts of `in`; `parts` are their elements.
-  bool reads_within(const Counts& given, std::span<const uint64_t> parts) const;
+  // Whether no step crosses a boundary between the parts of a buffer; `parts` are their elements.
+  bool stays_within(Buffer buffer, const Counts& given, std::span<const uint64_t> parts) const;
   // The elements of in, out and tmp.
   void buffer_counts(const Counts& given, uint64_t out[buffer_count]) const;
   // The number of elements of every atom, and where every point lies.

@@ -79,7 +79,9 @@ void Run::bind(std::shared_ptr<const Program> program, const Stage& stage) {
   program_ = std::move(program);
   stage_ = stage;
   bound_.bind(*program_, {stage.counts, stage.counts_n, stage.is_even}, stage.piece_elements);
-  in_parts_.assign(stage.in_parts.begin(), stage.in_parts.end());
+  parts_[0].assign(stage.in_parts.begin(), stage.in_parts.end());
+  parts_[1].assign(stage.out_parts.begin(), stage.out_parts.end());
+  has_parts_ = !stage.in_parts.empty() || !stage.out_parts.empty();
   lines_.assign(program_->lines.size(), LineState());
   for (size_t line = 0; line < lines_.size(); ++line) {
     const std::int32_t peer = program_->lines[line].peer;
@@ -88,11 +90,11 @@ void Run::bind(std::shared_ptr<const Program> program, const Stage& stage) {
 }
 
 // The last part that begins at this element or before: those that are empty come before the one that has it.
-byte* Run::in_part(uint64_t element) const {
-  const auto after = std::upper_bound(in_parts_.begin(), in_parts_.end(), element,
-                                      [](uint64_t at, const InPart& part) { return at < part.start; });
-  const InPart& part = *std::prev(after);
-  return const_cast<byte*>(part.data) + (element - part.start) * stage_.itemsize;  // it is only read
+byte* Run::in_part(const std::vector<BufferPart>& parts, uint64_t element) const {
+  const auto after = std::upper_bound(parts.begin(), parts.end(), element,
+                                      [](uint64_t at, const BufferPart& part) { return at < part.start; });
+  const BufferPart& part = *std::prev(after);
+  return part.data + (element - part.start) * stage_.itemsize;
 }
 
 void Run::start(bool runs_ahead) {

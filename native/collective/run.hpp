@@ -62,14 +62,14 @@ class RunReceive final : public Receive {
   Run& run_;
 };
 
-// A part of what a rank contributes, where the parts do not lie in a row: its memory, and the element that it begins
-// with. Parts are ordered.
-struct InPart {
+// A part of a buffer whose parts do not lie in a row: its memory, and the element that it begins with. Parts are
+// ordered; that of `in` is only read.
+struct BufferPart {
   uint64_t start;
-  const byte* data;
+  byte* data;
 };
 
-// What a run works on. `counts`, `peers` and `in_parts` are read while it is bound, not later.
+// What a run works on. `counts`, `peers` and the parts are read while it is bound, not later.
 struct Stage {
   uint64_t context = 0;
   uint64_t tag = 0;
@@ -79,8 +79,9 @@ struct Stage {
   uint64_t piece_elements = UINT64_MAX;
   const std::int32_t* peers = nullptr;  // by rank of the program (RankMap::translation); none: the same
   byte* in = nullptr;
-  std::span<const InPart> in_parts;  // instead of `in`; every step reads within one: Program::reads_within
   byte* out = nullptr;
+  // Instead of `in` and `out`; every step stays within one: Program::stays_within.
+  std::span<const BufferPart> in_parts, out_parts;
   uint8_t dtype = untyped;
   uint64_t itemsize = 1;
   Reduce kernel = nullptr;  // none: the program reduces nothing
@@ -152,11 +153,11 @@ class Run final : public Operation, public DeferredWork {
 
   const Piece& piece(uint32_t index) const { return bound_.pieces[index]; }
   byte* at(Buffer buffer, uint64_t element) const {
-    if (buffer == Buffer::in && !in_parts_.empty()) [[unlikely]]
-      return in_part(element);
+    if (has_parts_ && buffer != Buffer::tmp && !parts_[static_cast<size_t>(buffer)].empty()) [[unlikely]]
+      return in_part(parts_[static_cast<size_t>(buffer)], element);
     return memory_[static_cast<size_t>(buffer)] + element * stage_.itemsize;
   }
-  byte* in_part(uint64_t element) const;
+  byte* in_part(const std::vector<BufferPart>& parts, uint64_t element) const;
   uint64_t bytes_of(const Piece& p) const { return p.count * stage_.itemsize; }
   // Of rows: whether a message holds whole ones.
   bool is_rows(const Piece& p) const {
@@ -188,7 +189,8 @@ class Run final : public Operation, public DeferredWork {
   BoundProgram bound_;
   Stage stage_;
   byte* memory_[buffer_count] = {};
-  std::vector<InPart> in_parts_;
+  std::vector<BufferPart> parts_[2];  // of `in` and of `out`
+  bool has_parts_ = false;
   Scratch::Block tmp_;
   size_t left_ = 0;
   size_t active_ = 0;

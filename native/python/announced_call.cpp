@@ -33,10 +33,6 @@ bool takes_parts(Verb verb) {
   return verb == Verb::scatter_v || verb == Verb::scatter_object || verb == Verb::all_to_all_v ||
          verb == Verb::all_to_all_object;
 }
-bool is_of_objects(Verb verb) {
-  return verb == Verb::all_gather_object || verb == Verb::gather_object || verb == Verb::scatter_object ||
-         verb == Verb::broadcast_object || verb == Verb::all_to_all_object || verb == Verb::all_reduce_object;
-}
 bool is_gathered(Verb verb) { return verb == Verb::gather_v || verb == Verb::gather_object; }
 bool is_exchanged(Verb verb) {
   return verb == Verb::all_gather_v || verb == Verb::all_to_all_v || verb == Verb::all_gather_object ||
@@ -53,6 +49,46 @@ bool is_alike(const Argument& a, const Argument& b) {
 
 bool overlap(const Argument& a, const Argument& b) {
   return a.count != 0 && b.count != 0 && a.data < b.data + b.nbytes() && b.data < a.data + a.nbytes();
+}
+
+// Copy with the GIL released, if that is worth it.
+template <class Copy>
+void copy_long(uint64_t bytes, Copy copy) {
+  std::optional<GilReleased> released;
+  if (bytes >= gil_release_bytes) released.emplace();
+  copy();
+}
+
+BlobKind kind_of_blobs(const codec::Packer& packer) {
+  const auto& blobs = packer.blobs();
+  return blobs.empty() ? BlobKind::array : blobs.size() > 1 ? BlobKind::detached : kind_of_blob(blobs[0].owner);
+}
+
+// Keep what travels beside the head of an object until the call is over: one blob where it lies, several in one piece.
+// Returns the length.
+size_t keep_blobs(const codec::Packer& packer, Announced& mine, size_t number) {
+  const auto& blobs = packer.blobs();
+  if (blobs.size() > 1) {
+    const size_t length = packer.blobs_size();
+    const Result joined = Arguments::make_memory(length);
+    copy_long(length, [&] { packer.copy_blobs_to(joined.data); });
+    mine.pieces.emplace_back(joined.data, length);
+    mine.packed.append(joined.object);
+    return length;
+  }
+  if (blobs.empty()) {
+    mine.pieces.emplace_back();
+    mine.packed.append(nb::bytes("", 0));
+    return 0;
+  }
+  const codec::Packer::Blob& blob = blobs[0];
+  const nb::object view = nb::steal(codec::view_of(blob));
+  if (!view.is_valid()) throw nb::python_error();
+  mine.pieces.emplace_back(blob.data, blob.bytes);
+  mine.packed.append(view);
+  const BlobKind kind = kind_of_blob(blob.owner);
+  if (kind == BlobKind::bytes || kind == BlobKind::ascii) mine.whole[number] = nb::borrow(blob.owner);
+  return blob.bytes;
 }
 
 // An item of a list or tuple of this length; anything else is Python's to refuse. Asked for each item: looking at the
@@ -195,31 +231,42 @@ void Call::announce_objects(PyObject* x) {
   mine.value = nb::borrow(single);
   const uint64_t bytes_max = group_.completions.engine().settings.recv_bytes_max;
   std::vector<codec::Packer> packers(count);
-  uint64_t nbytes = 0;
+  uint64_t nbytes = 0, head_bytes = 0;
+  bool has_blobs = false;
   for (size_t i = 0; i < count; ++i) {
     const nb::object item = nb::borrow(takes_parts(spec_.verb) ? item_of(x, count, i) : single);
     if (!packers[i].pack(item.ptr())) throw nb::python_error();
     if (packers[i].size() > bytes_max) throw LeftToReference();  // refuses it
     nbytes += packers[i].size();
+    head_bytes += 1 + packers[i].head_size();
+    has_blobs = has_blobs || !packers[i].blobs().empty();
   }
   Announcement said = own_row();
   byte* to = said.write(plain_bytes, numpy_family, {}, nbytes);
-  if (to == nullptr) mine.packed = nb::list();
+  byte* heads = nullptr;
+  if (to == nullptr) {
+    mine.packed = nb::list();
+    mine.whole.resize(count);
+    if (has_blobs) heads = said.write_heads(head_bytes);
+  }
   for (size_t i = 0; i < count; ++i) {
-    const size_t length = packers[i].size();
-    said.set_length(i, static_cast<std::int64_t>(length));
+    const codec::Packer& packer = packers[i];
+    size_t length = packer.size();
     if (to != nullptr) {
-      packers[i].copy_to(to);
+      packer.copy_to(to);
       to += length;
-    } else {
-      const Result packed = group_.arguments.make_bytes(length);
-      {
-        std::optional<GilReleased> released;
-        if (length >= gil_release_bytes) released.emplace();
-        packers[i].copy_to(packed.data);
-      }
+    } else if (heads == nullptr) {
+      const Result packed = Arguments::make_memory(length);
+      copy_long(length, [&] { packer.copy_to(packed.data); });
+      mine.pieces.emplace_back(packed.data, length);
       mine.packed.append(packed.object);
+    } else {
+      *heads++ = static_cast<byte>(kind_of_blobs(packer));
+      packer.copy_head_to(heads);
+      heads += packer.head_size();
+      length = keep_blobs(packer, mine, i);
     }
+    said.set_length(i, static_cast<std::int64_t>(length));
   }
 }
 
@@ -276,7 +323,8 @@ Call::Rows Call::look_at_rows() {
 // Whether it announces what this rank can take as it is.
 bool Call::is_expected(const Announcement& row) const {
   const Announced& mine = *announced_;
-  if (is_of_objects(spec_.verb)) return row.dtype() == plain_bytes && row.dims() == 0;
+  if (is_of_objects(spec_.verb))
+    return row.dtype() == plain_bytes && row.dims() == 0 && (!row.has_heads() || head_of(row, own_part()));
   if (mine.part_count != 0) {
     const Argument& first = mine.parts[0];
     const auto dims = beyond_first(first);

@@ -21,13 +21,12 @@ using namespace engine;
 
 namespace {
 
-// The object in one received part; long arrays in it are views of that part.
-PyObject* unpack_part(const Result& memory, uint64_t offset, uint64_t nbytes) {
-  byte* const data = memory.data + offset;
-  PyObject* const own = make_blob(Py_NewRef(memory.object.ptr()), data, static_cast<Py_ssize_t>(nbytes), true);
-  if (own == nullptr) return nullptr;
-  const nb::object owner = nb::steal(own);
-  return codec::unpack(data, nbytes, owner.ptr());
+// A part of received memory as a buffer of its own.
+nb::object part_of_memory(const Result& memory, uint64_t offset, uint64_t nbytes) {
+  PyObject* const own =
+      make_blob(Py_NewRef(memory.object.ptr()), memory.data + offset, static_cast<Py_ssize_t>(nbytes), true);
+  if (own == nullptr) throw nb::python_error();
+  return nb::steal(own);
 }
 
 }  // namespace
@@ -81,12 +80,14 @@ void Call::prepare_second_stage() {
   find_second_decision(dtype);
   find_parts();
   if (verb == Verb::broadcast_object && is_root) {
-    // It is only read, but some algorithms give root parts of it back.
+    // Some algorithms give root parts of it back: not into the user's memory.
+    if (decision_->writes_out && own_row().has_heads()) join(mine.pieces);
     mine.received.object = mine.sent;
     target_ = const_cast<byte*>(std::exchange(in_, nullptr));
     return;
   }
   if (verb == Verb::broadcast_object) in_ = nullptr;
+  if (is_of_objects(verb) && take_memory_by_part()) return;
   if (verb == Verb::scatter || verb == Verb::scatter_v) {
     if (out_.is_given()) {
       target_ = out_.data;
@@ -155,10 +156,11 @@ void Call::find_parts() {
     pieces.emplace_back(mine.parts[i].data, mine.parts[i].nbytes());
     if (mine.parts[i].held().is_valid()) kept.append(mine.parts[i].held());
   }
-  if (mine.part_count == 0) {  // packed objects, as arrays
-    kept = nb::list(announced_parts());
-    for (const nb::handle packed : kept)
-      pieces.emplace_back(as_array(packed.ptr()).data, static_cast<size_t>(as_array(packed.ptr()).dimensions[0]));
+  if (mine.packed.is_valid()) {
+    kept = mine.packed;
+    pieces = mine.pieces;
+  } else if (mine.part_count == 0) {  // objects in the row of this rank
+    for (size_t i = 0; i < mine.lengths; ++i) pieces.push_back(own_row().part(i, 1));
   }
   mine.sent = kept;
   if (pieces.size() == 1) {
@@ -167,11 +169,12 @@ void Call::find_parts() {
   }
   std::vector<uint64_t> elements;
   for (const auto& piece : pieces) {
-    mine.sent_from.push_back({std::accumulate(elements.begin(), elements.end(), uint64_t{0}), piece.data()});
+    const uint64_t start = std::accumulate(elements.begin(), elements.end(), uint64_t{0});
+    mine.sent_from.push_back({start, const_cast<byte*>(piece.data())});  // it is only read
     elements.push_back(piece.size() / decision_->itemsize);
   }
   const Counts counts{mine.counts.data(), mine.counts.size(), mine.counts.size() == 1};
-  if (decision_->program->reads_within(counts, elements)) return;
+  if (decision_->program->stays_within(Buffer::in, counts, elements)) return;
   mine.sent_from.clear();
   join(pieces);
 }
@@ -189,6 +192,70 @@ void Call::join(std::span<const std::span<const byte>> pieces) {
     if (!piece.empty()) std::memcpy(to, piece.data(), piece.size());
     to += piece.size();
   }
+}
+
+// Memory of the object that a part becomes. What this rank sends to itself and nobody can change is that object.
+nb::object Call::memory_of_part(const Announcement& row, size_t source) {
+  Announced& mine = *announced_;
+  const auto nbytes = static_cast<size_t>(row.length(own_part()));
+  const size_t own = mine.lengths == 1 ? 0 : static_cast<size_t>(group_.rank);
+  const bool is_own = source == static_cast<size_t>(group_.rank);
+  PyObject* memory;
+  if (is_own && own < mine.whole.size() && mine.whole[own].is_valid()) {
+    byte* const data = const_cast<byte*>(mine.pieces[own].data());  // copied to itself, which is left out
+    memory = make_blob(mine.whole[own].inc_ref().ptr(), data, static_cast<Py_ssize_t>(nbytes), false);
+  } else {
+    memory = memory_for(row.has_heads() ? head_of(row, own_part())->kind : BlobKind::array, nbytes);
+  }
+  if (memory == nullptr) throw nb::python_error();
+  return nb::steal(memory);
+}
+
+// Take memory for each part that comes, if no step of the program has to do with several of them.
+bool Call::take_memory_by_part() {
+  Announced& mine = *announced_;
+  const auto sources = mine.all_announce ? static_cast<size_t>(group_.size) : 1;
+  std::vector<uint64_t> lengths(sources);
+  const bool receives = !mine.is_gathered || root_ == group_.rank;
+  if (!receives) return false;
+  for (size_t i = 0; i < sources; ++i) {
+    const bool is_here = mine.is_gathered && mine.counts[i] == 0;
+    lengths[i] = is_here ? 0 : static_cast<uint64_t>(row_of(i).length(own_part()));
+  }
+  const Counts counts{mine.counts.data(), mine.counts.size(), mine.counts.size() == 1};
+  if (sources != 1 && !decision_->program->stays_within(Buffer::out, counts, lengths)) return false;
+  nb::list kept;
+  uint64_t start = 0;
+  for (size_t i = 0; i < sources; ++i) {
+    nb::object memory = nb::none();
+    byte* data = nullptr;
+    if (lengths[i] != 0) {
+      memory = memory_of_part(row_of(i), mine.all_announce ? i : static_cast<size_t>(root_));
+      data = data_of_blob(memory.ptr());
+      kept.append(memory);
+    }
+    mine.received_at.push_back({start, data});
+    mine.received_in.push_back(std::move(memory));
+    start += lengths[i];
+  }
+  mine.received.object = kept;
+  if (sources == 1) {
+    target_ = mine.received_at[0].data;
+    mine.received_at.clear();
+  }
+  return true;
+}
+
+// The object in a received part.
+PyObject* Call::object_in(const Announcement& row, const nb::object& memory) const {
+  const auto nbytes = static_cast<size_t>(row.length(own_part()));
+  byte* const data = nbytes != 0 ? data_of_blob(memory.ptr()) : nullptr;
+  if (!row.has_heads()) return codec::unpack(data, nbytes, memory.ptr());
+  const ObjectHead head = *head_of(row, own_part());
+  if (head.kind == BlobKind::detached)
+    return codec::unpack_beside(head.bytes.data(), head.bytes.size(), data, nbytes, memory.ptr());
+  PyObject* const only = memory.ptr();
+  return codec::unpack_parts(head.bytes.data(), head.bytes.size(), &only, nbytes != 0 ? 1 : 0);
 }
 
 void Call::find_second_decision(uint8_t dtype) {
@@ -242,8 +309,7 @@ PyObject* Call::finish_second_stage() {
       if (is_root) return Py_NewRef(mine.value.ptr());
       [[fallthrough]];
     case Verb::scatter_object:
-      return codec::unpack(mine.received.data, static_cast<size_t>(row_of(0).length(own_part())),
-                           mine.received.object.ptr());
+      return object_in(row_of(0), mine.received_in[0]);
     case Verb::gather_v:
     case Verb::gather_object:
       if (!is_root) Py_RETURN_NONE;
@@ -289,7 +355,8 @@ nb::object Call::received_list() {
     else if (is_here)
       part = codec::unpack(row_of(row).part(0, 1).data(), nbytes);
     else
-      part = unpack_part(mine.received, offset, nbytes);
+      part = object_in(row_of(row), mine.received_in.empty() ? part_of_memory(mine.received, offset, nbytes)
+                                                             : mine.received_in[row]);
     if (part == nullptr) throw nb::python_error();
     PyList_SET_ITEM(all.ptr(), rank, part);
     if (!is_here) offset += nbytes;

@@ -1,9 +1,12 @@
-// An announcement: what a rank says of its arrays before they travel, with the arrays themselves if they are short.
+// An announcement: what a rank says of its arrays or objects before they travel, with these themselves if they are
+// short.
 // The native twin of unisono/comm/announcement.py, which describes the layout.
 //
 // Knows the bytes of a row. Does not know Python objects.
 
 #pragma once
+
+#include <Python.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -32,12 +35,18 @@ class Announcement {
     row_[0] = static_cast<engine::byte>(dtype);
     row_[1] = static_cast<engine::byte>(family);
     row_[2] = static_cast<engine::byte>(dims.size());
-    row_[3] = engine::byte{0};
+    row_[3] = static_cast<engine::byte>(Form::elements);
     for (size_t i = 0; i < dims.size(); ++i) set(i, dims[i]);
-    const bool has_elements = holds(element_bytes);
-    const auto used = static_cast<uint32_t>(begin() + (has_elements ? element_bytes : 0));
-    std::memcpy(row_ + 4, &used, sizeof used);
+    const bool has_elements = has_room(element_bytes);
+    set_used(begin() + (has_elements ? element_bytes : 0));
     return has_elements ? row_ + begin() : nullptr;
+  }
+  // Say that the heads of objects follow, `bytes` of them. Returns where, if there is room; else nullptr.
+  engine::byte* write_heads(uint64_t bytes) {
+    if (!has_room(bytes)) return nullptr;
+    row_[3] = static_cast<engine::byte>(Form::heads);
+    set_used(begin() + bytes);
+    return row_ + begin();
   }
   void set_length(size_t part, std::int64_t length) { set(dims() + part, length); }
 
@@ -65,8 +74,16 @@ class Announcement {
     }
     return true;
   }
-  // Whether it has this many bytes of elements.
-  bool holds(uint64_t element_bytes) const { return element_bytes <= nbytes_ - begin(); }
+  // Whether it has the elements, which are this many bytes.
+  bool holds(uint64_t element_bytes) const { return !has_heads() && has_room(element_bytes); }
+  // Whether it has heads of objects in their place, and what is long travels beside these.
+  bool has_heads() const { return row_[3] != static_cast<engine::byte>(Form::elements); }
+  // What of the row is used behind the lengths.
+  std::span<const engine::byte> rest() const {
+    uint32_t used;
+    std::memcpy(&used, row_ + 4, sizeof used);
+    return {row_ + begin(), std::clamp<size_t>(used, begin(), nbytes_) - begin()};
+  }
   // Of a row that has them: the elements of a part, and how many bytes they are.
   std::span<const engine::byte> part(size_t number, size_t itemsize) const {
     size_t step = itemsize, start = 0;
@@ -76,6 +93,13 @@ class Announcement {
   }
 
  private:
+  enum class Form : uint8_t { elements, heads };
+
+  bool has_room(uint64_t bytes) const { return bytes <= nbytes_ - begin(); }
+  void set_used(uint64_t bytes) {
+    const auto used = static_cast<uint32_t>(bytes);
+    std::memcpy(row_ + 4, &used, sizeof used);
+  }
   size_t begin() const { return head_bytes + number_bytes * (dims() + lengths_); }
   void set(size_t number, std::int64_t value) {
     std::memcpy(row_ + head_bytes + number * number_bytes, &value, sizeof value);

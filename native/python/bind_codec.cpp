@@ -90,6 +90,30 @@ PyObject* unpack_parts(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return made;
 }
 
+PyObject* unpack_beside(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (!has_arguments("unpack_beside", count, 2, 2)) return nullptr;
+  Py_buffer head, blobs;
+  if (PyObject_GetBuffer(args[0], &head, PyBUF_SIMPLE) != 0) return nullptr;
+  PyObject* made = nullptr;
+  if (PyObject_GetBuffer(args[1], &blobs, PyBUF_SIMPLE) == 0) {
+    made = codec::unpack_beside(static_cast<const codec::byte*>(head.buf), static_cast<size_t>(head.len),
+                                static_cast<const codec::byte*>(blobs.buf), static_cast<size_t>(blobs.len),
+                                blobs.readonly ? nullptr : args[1]);
+    PyBuffer_Release(&blobs);
+  }
+  PyBuffer_Release(&head);
+  return made;
+}
+
+PyObject* head_bytes_at(PyObject*, PyObject* data) {
+  Py_buffer view;
+  if (PyObject_GetBuffer(data, &view, PyBUF_SIMPLE) != 0) return nullptr;
+  const size_t length =
+      codec::head_bytes_at(static_cast<const codec::byte*>(view.buf), static_cast<size_t>(view.len));
+  PyBuffer_Release(&view);
+  return PyLong_FromSize_t(length);
+}
+
 // Memory for a result, which is reused once no reference is left.
 PyObject* result_memory(PyObject*, PyObject* length) {
   const Py_ssize_t bytes = PyLong_AsSsize_t(length);
@@ -146,6 +170,9 @@ PyMethodDef methods[] = {
     {"unpack", unpack, METH_O, "unpack(packed) -> value"},
     {"unpack_parts", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(unpack_parts)), METH_FASTCALL,
      "unpack_parts(head, blobs) -> value"},
+    {"unpack_beside", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(unpack_beside)), METH_FASTCALL,
+     "unpack_beside(head, blobs) -> value"},
+    {"head_bytes_at", head_bytes_at, METH_O, "head_bytes_at(data) -> the length of the head that begins there"},
     {"result_memory", result_memory, METH_O, "result_memory(length) -> memory for a result"},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -1,9 +1,68 @@
 #include "python/blob_memory.hpp"
 
 #include <memory>
+#include <vector>
+
+#include "base/huge_pages.hpp"
 
 namespace unisono {
 namespace {
+
+// Long bytes objects that were made here, also those that the program still has: of an object without other references
+// only the memory matters. The GIL is held.
+class BytesPool {
+ public:
+  // Bounds on what is kept, as of result_memory.cpp: below the first the allocator keeps memory itself.
+  static constexpr size_t bytes_min = 32 * 1024, kept_bytes_max = 64 * 1024 * 1024, kept_max = 16;
+
+  // The shortest free one that is long enough, and not so long that much of it would be wasted; null if there is none.
+  PyObject* take(size_t bytes) {
+    Kept* best = nullptr;
+    for (Kept& one : kept_)
+      if (Py_REFCNT(one.object) == 1 && one.capacity >= bytes && one.capacity <= bytes + bytes / 4 &&
+          (best == nullptr || one.capacity < best->capacity))
+        best = &one;
+    if (best == nullptr) return nullptr;
+    auto* const object = reinterpret_cast<PyBytesObject*>(best->object);
+    Py_SET_SIZE(object, static_cast<Py_ssize_t>(bytes));
+    object->ob_sval[bytes] = 0;
+    forget_hash(object);
+    return Py_NewRef(best->object);
+  }
+  // Keep one of this length; those that were kept first make room.
+  void keep(PyObject* object, size_t bytes) {
+    if (bytes > kept_bytes_max) return;
+    size_t dropped = 0;
+    while (kept_.size() - dropped >= kept_max || kept_bytes_ + bytes > kept_bytes_max) {
+      kept_bytes_ -= kept_[dropped].capacity;
+      Py_DECREF(kept_[dropped++].object);
+    }
+    kept_.erase(kept_.begin(), kept_.begin() + static_cast<std::ptrdiff_t>(dropped));
+    kept_.push_back({Py_NewRef(object), bytes});
+    kept_bytes_ += bytes;
+  }
+
+  // Never destroyed: the interpreter may be gone by then.
+  static BytesPool& instance() {
+    static BytesPool& pool = *new BytesPool();
+    return pool;
+  }
+
+ private:
+  struct Kept {
+    PyObject* object;
+    size_t capacity;
+  };
+  static void forget_hash(PyBytesObject* object) {
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+    object->ob_shash = -1;
+#pragma GCC diagnostic pop
+  }
+
+  std::vector<Kept> kept_;
+  size_t kept_bytes_ = 0;
+};
 
 struct BlobMemory {
   PyObject_HEAD PyObject* owner;
@@ -56,6 +115,56 @@ PyObject* make_blob(PyObject* owner, void* data, Py_ssize_t bytes, bool is_writa
 
 PyObject* owner_of_blob(PyObject* object) {
   return Py_TYPE(object) == blob_type() ? reinterpret_cast<BlobMemory*>(object)->owner : nullptr;
+}
+
+engine::byte* data_of_blob(PyObject* blob) {
+  return static_cast<engine::byte*>(reinterpret_cast<BlobMemory*>(blob)->data);
+}
+
+BlobKind kind_of_blob(PyObject* owner) {
+  if (PyBytes_CheckExact(owner)) return BlobKind::bytes;
+  if (PyMemoryView_Check(owner)) return BlobKind::bytearray;
+  return PyUnicode_CheckExact(owner) && PyUnicode_IS_COMPACT_ASCII(owner) ? BlobKind::ascii : BlobKind::array;
+}
+
+PyObject* new_bytes_to_fill(size_t bytes) {
+  const bool is_kept = bytes >= BytesPool::bytes_min;
+  if (PyObject* const kept = is_kept ? BytesPool::instance().take(bytes) : nullptr; kept != nullptr) return kept;
+  PyObject* const made = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(bytes));
+  if (made == nullptr || !is_kept) return made;
+  engine::ask_for_huge_pages(PyBytes_AS_STRING(made), bytes);
+  BytesPool::instance().keep(made, bytes);
+  return made;
+}
+
+PyObject* memory_for(BlobKind kind, size_t bytes) {
+  const auto length = static_cast<Py_ssize_t>(bytes);
+  PyObject* made = nullptr;
+  void* data = nullptr;
+  switch (kind) {
+    case BlobKind::bytes:
+      if ((made = new_bytes_to_fill(bytes)) == nullptr) return nullptr;
+      return make_blob(made, PyBytes_AS_STRING(made), length, true);
+    case BlobKind::bytearray:
+      if ((made = PyByteArray_FromStringAndSize(nullptr, length)) != nullptr) data = PyByteArray_AS_STRING(made);
+      break;
+    case BlobKind::ascii:
+      if ((made = PyUnicode_New(length, 127)) != nullptr) data = PyUnicode_DATA(made);
+      break;
+    default: {
+      engine::ResultMemory memory = engine::ResultMemory::take(bytes);
+      if (memory.get() == nullptr) return PyErr_NoMemory();
+      try {
+        return memory_object(std::move(memory), bytes).release().ptr();
+      } catch (nanobind::python_error& error) {
+        error.restore();
+        return nullptr;
+      }
+    }
+  }
+  if (made == nullptr) return nullptr;
+  engine::ask_for_huge_pages(data, bytes);
+  return make_blob(made, data, length, true);
 }
 
 nanobind::object memory_object(engine::ResultMemory memory, uint64_t nbytes) {

@@ -128,6 +128,7 @@ void Call::begin_collective() {
   if (announced_) {
     stage.in = const_cast<byte*>(in_);
     stage.in_parts = announced_->sent_from;
+    stage.out_parts = announced_->received_at;
     if (this->stage() == 0) stage.row_bytes = announced_->row_bytes;
   }
   if (byte* const wide = wide_.get(); wide != nullptr) {

@@ -122,6 +122,9 @@ class Call : public ParsedCall {
   void find_second_decision(uint8_t dtype);
   void find_parts();
   void join(std::span<const std::span<const engine::byte>> pieces);
+  nb::object memory_of_part(const Announcement& row, size_t source);
+  bool take_memory_by_part();
+  PyObject* object_in(const Announcement& row, const nb::object& memory) const;
   PyObject* finish_second_stage();
   nb::object received_list();
   void join_gathered();

@@ -132,6 +132,9 @@ class Packer {
   void copy_head_to(byte* target) const;
   PyObject* head_to_bytes();
   const std::vector<Blob>& blobs() const { return blobs_; }
+  // The blobs in one piece, each at a multiple of 64 bytes.
+  size_t blobs_size() const { return size_from(0); }
+  void copy_blobs_to(byte* target) const { copy_blobs_from(0, target); }
 
  private:
   bool value(PyObject* value, int depth);
@@ -152,6 +155,8 @@ class Packer {
   bool failed_at_index(Py_ssize_t index);
   bool failed_at(const char* format, PyObject* what);
 
+  size_t size_from(size_t end) const;
+  void copy_blobs_from(size_t end, byte* target) const;
   bool reserve(size_t bytes) { return bytes <= capacity_ - used_ || grow(bytes); }
   bool grow(size_t bytes);
   void put(const void* data, size_t bytes);
@@ -179,5 +184,12 @@ PyObject* unpack(const byte* data, size_t bytes, PyObject* memory = nullptr);
 // The same in parts. A bytes object, a bytearray or ASCII text is used as it is for a value of that kind, given as
 // itself or as its memory (blob_memory.hpp), and writable memory for an array; everything else is copied.
 PyObject* unpack_parts(const byte* head, size_t bytes, PyObject* const* blobs, size_t count);
+
+// The same with all blobs in one piece, each at a multiple of 64 bytes (Packer::copy_blobs_to). Long arrays are views
+// of `memory`, a writable buffer that begins at `blobs`.
+PyObject* unpack_beside(const byte* head, size_t bytes, const byte* blobs, size_t blob_bytes, PyObject* memory);
+
+// The length of a head that begins here, of which `bytes` are there at most; 0 if there is none.
+size_t head_bytes_at(const byte* data, size_t bytes);
 
 }  // namespace unisono::codec

@@ -48,8 +48,9 @@ bool Packer::pack(PyObject* given, PyObject* path_text) {
 
 // -- the result -------------------------------------------------------------------------------------------------------
 
-size_t Packer::size() const {
-  size_t end = used_;
+size_t Packer::size() const { return size_from(used_); }
+
+size_t Packer::size_from(size_t end) const {
   for (const Blob& blob : blobs_) end = aligned(aligned(end) + blob.bytes);
   return end;
 }
@@ -62,7 +63,10 @@ void Packer::copy_head_to(byte* target) const {
 
 void Packer::copy_to(byte* target) const {
   copy_head_to(target);
-  size_t end = used_;
+  copy_blobs_from(used_, target);
+}
+
+void Packer::copy_blobs_from(size_t end, byte* target) const {
   const auto pad = [&] {
     std::memset(target + end, 0, aligned(end) - end);
     end = aligned(end);

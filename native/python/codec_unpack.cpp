@@ -539,19 +539,23 @@ PyObject* checked(PyObject* made) {
 
 // The length of prefix and head; 0, with the exception set, if it cannot be.
 size_t head_length(const byte* data, size_t bytes) {
-  uint64_t prefix = 0;
   if (kinds().protocol_error == nullptr) {
     PyErr_SetString(PyExc_RuntimeError, "import unisono.core.codec first");
     return 0;
   }
-  if (bytes > prefix_bytes) std::memcpy(&prefix, data, sizeof prefix);
-  const size_t length = prefix >> magic_bits;
-  if ((prefix & ((1 << magic_bits) - 1)) == magic && length > prefix_bytes && length <= bytes) return length;
+  if (const size_t length = head_bytes_at(data, bytes); length != 0) return length;
   PyErr_SetString(kinds().protocol_error, "malformed object: a bad prefix");
   return 0;
 }
 
 }  // namespace
+
+size_t head_bytes_at(const byte* data, size_t bytes) {
+  uint64_t prefix = 0;
+  if (bytes > prefix_bytes) std::memcpy(&prefix, data, sizeof prefix);
+  const size_t length = prefix >> magic_bits;
+  return (prefix & ((1 << magic_bits) - 1)) == magic && length > prefix_bytes && length <= bytes ? length : 0;
+}
 
 PyObject* unpack(const byte* data, size_t bytes, PyObject* memory) {
   const size_t length = head_length(data, bytes);
@@ -560,15 +564,29 @@ PyObject* unpack(const byte* data, size_t bytes, PyObject* memory) {
   return checked(Unpacker(data + prefix_bytes, length - prefix_bytes, blobs).whole());
 }
 
-PyObject* unpack_parts(const byte* head, size_t bytes, PyObject* const* owners, size_t count) {
+namespace {
+
+// A head without anything behind it, and the blobs beside it.
+PyObject* unpack_head(const byte* head, size_t bytes, Blobs& blobs) {
   const size_t length = head_length(head, bytes);
   if (length == 0) return nullptr;
   if (length != bytes) {
     PyErr_SetString(kinds().protocol_error, "malformed object: more bytes came than it names");
     return nullptr;
   }
-  BlobsInParts blobs(owners, count);
   return checked(Unpacker(head + prefix_bytes, bytes - prefix_bytes, blobs).whole());
+}
+
+}  // namespace
+
+PyObject* unpack_parts(const byte* head, size_t bytes, PyObject* const* owners, size_t count) {
+  BlobsInParts blobs(owners, count);
+  return unpack_head(head, bytes, blobs);
+}
+
+PyObject* unpack_beside(const byte* head, size_t bytes, const byte* data, size_t blob_bytes, PyObject* memory) {
+  BlobsInOnePiece blobs(data, blob_bytes, 0, memory);
+  return unpack_head(head, bytes, blobs);
 }
 
 }  // namespace unisono::codec

@@ -12,10 +12,18 @@ CompletionQueue& completions_of(nb::handle engine);
 
 namespace {
 
-// Run-ahead limits: the largest payload, and the consecutive calls after which a sender waits for its receivers. Many,
-// because where ranks share a core every wait costs the rank its time slice. The peer's credit bounds the bytes.
-constexpr uint64_t run_ahead_bytes = 16 * 1024;
+// The consecutive calls after which a sender that runs ahead waits for its receivers. Many, because where ranks share a
+// core every wait costs the rank its time slice. The payload of a call is at most what the links send eagerly, and the
+// peer's credit bounds the bytes of all calls.
 constexpr uint8_t run_ahead_max = 240;
+
+// The longest message of a collective that a peer gets eagerly; 0 before there is a link.
+uint64_t eager_bytes_to(const Engine& engine, std::int32_t rank) {
+  const Link* const link = engine.peer(rank).link.get();
+  if (link == nullptr) return 0;
+  return std::min<uint64_t>(link->eager_bytes_max(Lane::bulk),
+                            engine.settings.eager_bytes * link->certain_eager_factor());
+}
 
 }  // namespace
 
@@ -113,10 +121,11 @@ void NativeGroup::introduce(size_t rank) {
 
 bool NativeGroup::count_run_ahead(const Run& run, uint64_t nbytes) {
   const size_t lines = run.program().lines.size();
-  bool may_run_ahead = nbytes <= run_ahead_bytes;
+  bool may_run_ahead = nbytes != UINT64_MAX;
   const auto ahead_of = [&](size_t line) -> uint8_t& { return run_ahead_[static_cast<size_t>(run.peer(line))]; };
   for (size_t line = 0; line < lines && may_run_ahead; ++line)
-    may_run_ahead = run.answers(line) || ahead_of(line) < run_ahead_max;
+    may_run_ahead = run.answers(line) || (ahead_of(line) < run_ahead_max &&
+                                          nbytes <= eager_bytes_to(completions.engine(), run.peer(line)));
   for (size_t line = 0; line < lines; ++line)
     if (run.answers(line))
       ahead_of(line) = 0;

@@ -3,8 +3,6 @@
 #include <cstring>
 #include <optional>
 
-#include "base/huge_pages.hpp"
-#include "python/blob_memory.hpp"
 
 namespace unisono {
 
@@ -33,6 +31,19 @@ PackedObject pack_object(nb::handle value, uint64_t bytes_max) {
   return packed;
 }
 
+std::optional<ObjectHead> head_of(const Announcement& row, size_t number) {
+  std::span<const byte> rest = row.rest();
+  for (size_t i = 0; rest.size() > 1; ++i) {
+    const auto kind = std::to_integer<uint8_t>(rest[0]);
+    rest = rest.subspan(1);
+    const size_t length = codec::head_bytes_at(rest.data(), rest.size());
+    if (length == 0 || kind > static_cast<uint8_t>(BlobKind::detached)) break;
+    if (i == number) return ObjectHead{static_cast<BlobKind>(kind), rest.first(length)};
+    rest = rest.subspan(length);
+  }
+  return {};
+}
+
 nb::object unpack_object(ResultMemory memory, uint64_t nbytes) {
   const byte* const data = memory.get();
   // Nothing in it is long enough to be a view.
@@ -50,9 +61,7 @@ nb::object bytes_object(const byte* data, uint64_t nbytes) {
 }
 
 nb::object new_bytes(uint64_t nbytes) {
-  nb::object made = checked(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(nbytes)));
-  engine::ask_for_huge_pages(PyBytes_AS_STRING(made.ptr()), nbytes);
-  return made;
+  return checked(new_bytes_to_fill(nbytes));
 }
 
 }  // namespace unisono

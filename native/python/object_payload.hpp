@@ -4,8 +4,13 @@
 
 #pragma once
 
+#include <optional>
+#include <span>
+
 #include "base/result_memory.hpp"
+#include "python/announcement.hpp"
 #include "python/argument.hpp"
+#include "python/blob_memory.hpp"
 #include "python/codec.hpp"
 #include "python/gil_released.hpp"
 
@@ -22,6 +27,15 @@ struct PackedObject {
 // Throws LeftToReference if it has more than `bytes_max` bytes: the reference path refuses it. Throws nb::python_error
 // if it cannot be sent.
 PackedObject pack_object(nb::handle value, uint64_t bytes_max);
+
+// The head of a part in a row that has heads, and what its blob becomes: `detached` if there are several, in one piece.
+// In the row a byte of the kind precedes each head.
+struct ObjectHead {
+  BlobKind kind;
+  std::span<const engine::byte> bytes;
+};
+// Nothing if the row does not have it.
+std::optional<ObjectHead> head_of(const Announcement& row, size_t number);
 
 // The object in a message; long arrays in it are views of the memory. Throws nb::python_error with a ProtocolError.
 nb::object unpack_object(engine::ResultMemory memory, uint64_t nbytes);

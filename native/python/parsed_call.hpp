@@ -35,15 +35,19 @@ struct Announced {
   PyObject* algorithm = nullptr;                       // the name that was given; a decision keeps it
   std::vector<uint64_t> counts;                        // elements of all parts, by row
   nb::object value;                                    // what this rank gave instead of arrays
-  nb::list packed{nb::steal<nb::list>(nb::handle())};  // the same, if it is not in the row
+  nb::list packed{nb::steal<nb::list>(nb::handle())};  // the same as buffers, what of it is not in the row
+  std::vector<std::span<const engine::byte>> pieces;   // the memory of these buffers
+  std::vector<nb::object> whole;                       // the immutable objects that pieces are all of; or none
   nb::object fn;                                       // of an all_reduce_object
   nb::object result;
   // The second stage.
   bool is_second = false;
   uint64_t bytes = 0;                     // of all parts of all ranks
-  nb::object sent;                        // the parts of this rank in one piece, or whose memory they are
-  std::vector<engine::InPart> sent_from;  // where they lie, if not in one piece
-  Result received;                        // memory for what comes
+  nb::object sent;                            // the parts of this rank in one piece, or whose memory they are
+  std::vector<engine::BufferPart> sent_from;  // where they lie, if not in one piece
+  Result received;                            // memory for what comes
+  std::vector<nb::object> received_in;        // the same by sender, if each part becomes an object where it arrives
+  std::vector<engine::BufferPart> received_at;
   Argument plain;                         // the kind of array to make of it, if this rank gave none
 };
 

@@ -12,7 +12,6 @@
 #include <cmath>
 #include <cstring>
 
-#include "base/huge_pages.hpp"
 #include "engine/mailbox.hpp"
 #include "python/bind.hpp"
 #include "python/blob_memory.hpp"
@@ -52,18 +51,9 @@ struct Head {
 };
 static_assert(sizeof(Head) == 40);
 
-// What a blob becomes, and so what it is received into.
-enum class BlobKind : uint8_t { array, bytes, bytearray, ascii, detached };
 constexpr int kind_bits = 56;
 
 uint64_t entry(BlobKind kind, size_t bytes) { return static_cast<uint64_t>(kind) << kind_bits | bytes; }
-
-// UTF-8 of other text is read, as the elements of an array are: memory of any kind will do.
-BlobKind kind_of(PyObject* owner) {
-  if (PyBytes_CheckExact(owner)) return BlobKind::bytes;
-  if (PyMemoryView_Check(owner)) return BlobKind::bytearray;
-  return PyUnicode_CheckExact(owner) && PyUnicode_IS_COMPACT_ASCII(owner) ? BlobKind::ascii : BlobKind::array;
-}
 
 PyObject* malformed(const char* why) {
   PyErr_Format(codec::kinds().protocol_error, "a malformed frame: %s", why);
@@ -142,7 +132,7 @@ PyObject* pack_frame(PyObject*, PyObject* const* args, Py_ssize_t given) {
   put(&head, sizeof head);
   put(name, static_cast<size_t>(name_bytes));
   if (is_detached) put_entry(BlobKind::detached, is_one_piece ? packer.size() : packer.head_size());
-  for (size_t i = 0; i < own_blobs; ++i) put_entry(kind_of(packer.blobs()[i].owner), packer.blobs()[i].bytes);
+  for (size_t i = 0; i < own_blobs; ++i) put_entry(kind_of_blob(packer.blobs()[i].owner), packer.blobs()[i].bytes);
   if (!is_detached) packer.copy_head_to(at);
 
   PyObject* const detached = !is_detached ? nullptr : is_one_piece ? packer.to_bytes() : packer.head_to_bytes();
@@ -239,37 +229,6 @@ PyObject* open_frame(PyObject*, PyObject* data) {
   if (is_done) return made;
   Py_DECREF(made);
   return nullptr;
-}
-
-// Memory of a new object without other references.
-PyObject* memory_for(BlobKind kind, size_t bytes) {
-  const auto length = static_cast<Py_ssize_t>(bytes);
-  PyObject* made = nullptr;
-  void* data = nullptr;
-  switch (kind) {
-    case BlobKind::bytes:
-      if ((made = PyBytes_FromStringAndSize(nullptr, length)) != nullptr) data = PyBytes_AS_STRING(made);
-      break;
-    case BlobKind::bytearray:
-      if ((made = PyByteArray_FromStringAndSize(nullptr, length)) != nullptr) data = PyByteArray_AS_STRING(made);
-      break;
-    case BlobKind::ascii:
-      if ((made = PyUnicode_New(length, 127)) != nullptr) data = PyUnicode_DATA(made);
-      break;
-    default: {
-      engine::ResultMemory memory = engine::ResultMemory::take(bytes);
-      if (memory.get() == nullptr) return PyErr_NoMemory();
-      try {
-        return memory_object(std::move(memory), bytes).release().ptr();
-      } catch (nanobind::python_error& error) {
-        error.restore();
-        return nullptr;
-      }
-    }
-  }
-  if (made == nullptr) return nullptr;
-  engine::ask_for_huge_pages(data, bytes);
-  return make_blob(made, data, length, true);
 }
 
 // frame_memory(data) -> a list of buffers, one for each blob

@@ -46,6 +46,11 @@ enum class Verb : uint8_t {
   all_reduce_object,
 };
 
+inline bool is_of_objects(Verb verb) {
+  return verb == Verb::all_gather_object || verb == Verb::gather_object || verb == Verb::scatter_object ||
+         verb == Verb::broadcast_object || verb == Verb::all_to_all_object || verb == Verb::all_reduce_object;
+}
+
 enum class Parameter : uint8_t { x, out, op, root, dst, src, tag, timeout, algorithm, color, key, counts, fn };
 inline constexpr size_t parameter_count = 13;
 

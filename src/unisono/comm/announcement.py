@@ -1,10 +1,14 @@
 """Announcements: type and lengths of a rank's arrays, sent before the arrays, or with them if they are short.
 
 Where ranks cannot know each other's lengths, the first stage of a collective carries one *row* of bytes per
-rank, of equal length: dtype, kind of array and number of dimensions beyond axis 0 (a byte each, and one
-free), how many bytes of the row are used (4 bytes), these dimensions, the length along axis 0 of each part
+rank, of equal length: dtype, kind of array, number of dimensions beyond axis 0, and what follows (a byte
+each), how many bytes of the row are used (4 bytes), these dimensions, the length along axis 0 of each part
 (8 bytes each), and then the elements of all parts, if they fit. If all of them do, there is no second stage.
 The engine does not send what is not used.
+
+The parts of a collective of objects are packed objects, as bytes. The engine may send the *heads* of objects
+in the row instead of elements, each behind a byte that says what its blob becomes: then a part is only what
+travels beside the head, its one blob or all of them in one piece (core/codec.py).
 
 The native twin is native/python/announcement.hpp: the same layout.
 """
@@ -14,12 +18,12 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from unisono.comm.object_payload import RAISE_LIMIT
+from unisono.comm.object_payload import RAISE_LIMIT, ObjectHead, heads_in
 from unisono.core.buffers import Array
 from unisono.core.dtypes import DTYPES, DType
 from unisono.errors import ProtocolError, UsageError
@@ -27,7 +31,9 @@ from unisono.errors import ProtocolError, UsageError
 __all__ = ["ARRAY_BYTES_MAX", "Announcement", "row_bytes"]
 
 _DIMENSIONS_MAX: Final = 32  # NumPy's own limit was 32 for most of its life
-_HEAD: Final = struct.Struct("<BBBxI")
+_HEAD: Final = struct.Struct("<BBBBI")
+# What follows the lengths.
+_ELEMENTS, _HEADS = 0, 1
 _NUMBER: Final = 8
 # What all rows of a group may hold together beyond numbers; each holds some hundred bytes, and up to 2 KiB.
 _ROWS_BYTES: Final = 8192
@@ -54,6 +60,7 @@ class Announcement:
     shape: tuple[int, ...]  # beyond axis 0
     lengths: tuple[int, ...]  # along axis 0
     elements: Flat | None = None  # those of all parts, if they are in the row
+    heads: tuple[ObjectHead, ...] | None = None  # those of all parts, if they are objects in two pieces
 
     @staticmethod
     def of(arrays: Sequence[Array], family: int) -> Announcement:
@@ -84,12 +91,16 @@ class Announcement:
         start = sum(counts[:number])
         return self.elements[start : start + counts[number]]
 
+    def head_of(self, number: int) -> ObjectHead | None:
+        """The head of a part, if the part is only what travels beside it."""
+        return None if self.heads is None else self.heads[number]
+
     def encoded(self, nbytes: int, parts: Iterable[Flat]) -> Flat:
         """As a row of this length, with the parts if they fit."""
         row = np.zeros(nbytes, np.uint8)
         numbers = self._numbers()
         used = numbers + (self._bytes() if self.fits(nbytes) else 0)
-        head = _HEAD.pack(self.dtype.code, self.family, len(self.shape), used)
+        head = _HEAD.pack(self.dtype.code, self.family, len(self.shape), _ELEMENTS, used)
         row[: _HEAD.size] = np.frombuffer(head, np.uint8)
         row[_HEAD.size : numbers] = np.array((*self.shape, *self.lengths), np.int64).view(np.uint8)
         if self.fits(nbytes):
@@ -101,8 +112,8 @@ class Announcement:
     @staticmethod
     def decoded(row: Flat, lengths: int, bytes_max: int) -> Announcement:
         """From a row that another rank sent: nothing in it is taken on trust."""
-        code, family, dimensions, _ = _HEAD.unpack(row[: _HEAD.size].tobytes())
-        if code >= len(_TYPES) or dimensions > _DIMENSIONS_MAX:
+        code, family, dimensions, form, used = _HEAD.unpack(row[: _HEAD.size].tobytes())
+        if code >= len(_TYPES) or dimensions > _DIMENSIONS_MAX or form not in (_ELEMENTS, _HEADS):
             raise ProtocolError("malformed announcement in a collective")
         numbers = _HEAD.size + _NUMBER * (dimensions + lengths)
         values = row[_HEAD.size : numbers].view(np.int64).tolist()
@@ -115,6 +126,8 @@ class Announcement:
                 f"a rank announced {longest} bytes; allowed: {bytes_max}",
                 next_step=RAISE_LIMIT if bytes_max < ARRAY_BYTES_MAX else None,
             )
+        if form == _HEADS:
+            return replace(said, heads=heads_in(row[numbers:used].tobytes(), lengths))
         stop = numbers + said._bytes()
         if stop > row.size:
             return said

@@ -191,28 +191,32 @@ def finish(
             return (yield from _all_gather(one, said, parts[0], outs))
         case "all_gather_object" | "all_reduce_object":  # of the second, every rank folds what it gets
             assert parts is not None
-            return [unpacked(each) for each in (yield from _all_gather(one, said, parts[0]))]
+            return _objects((yield from _all_gather(one, said, parts[0])), said)
         case "gather_v" | "gather_object":
             assert parts is not None
             gathered = yield from _gather(one, group, said, parts[0], root, outs)
-            return (
-                gathered if gathered is None or verb == "gather_v" else [unpacked(each) for each in gathered]
-            )
+            return gathered if gathered is None or verb == "gather_v" else _objects(gathered, said)
         case "all_to_all_v":
             assert parts is not None
             return (yield from _all_to_all(one, group, said, parts, outs))
         case "all_to_all_object":
             assert parts is not None
-            return [unpacked(each) for each in (yield from _all_to_all(one, group, said, parts))]
+            return _objects((yield from _all_to_all(one, group, said, parts)), said, group.backend.rank)
         case "scatter":
             return (yield from _scatter(one, group, said[0], parts, out, root))
         case "scatter_v":
             return (yield from _scatter_parts(one, group, said[0], parts, out, root))
         case "scatter_object":
-            return unpacked((yield from _scatter_parts(one, group, said[0], parts, None, root)))
+            part = yield from _scatter_parts(one, group, said[0], parts, None, root)
+            return unpacked(part, said[0].head_of(group.backend.rank))
         case _:
             data = yield from _broadcast(one, said[0], parts, root)
-            return None if parts is not None else unpacked(data)
+            return None if parts is not None else unpacked(data, said[0].head_of(0))
+
+
+def _objects(came: list[Any], said: list[Announcement], number: int = 0) -> list[Any]:
+    """The objects that came, one from each rank: part `number` of what it announced."""
+    return [unpacked(data, each.head_of(number)) for data, each in zip(came, said, strict=True)]
 
 
 def _all_gather(

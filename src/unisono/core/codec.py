@@ -13,7 +13,8 @@ turns into plain data, `_rebuild` makes of it again.
   gives the same bytes as a buffer that may be written to.
 - `pack_parts(value, path_text, blob_bytes)` gives a head and *blobs*: the memory of bytes, text and arrays of
   at least `blob_bytes`, not copied. `unpack_parts` uses a bytes object, a bytearray or writable memory as it
-  is for a value of that kind.
+  is for a value of that kind. `unpack_beside` takes the blobs in one piece, each at a multiple of 64 bytes.
+  `head_bytes_at` gives the length of a head that begins there, 0 if none does.
 
 `path_text` names a part of the value in errors. A value that cannot be sent raises UsageError with the path
 and the next step; bytes that no codec makes, or that name a class which is not registered here, raise
@@ -32,13 +33,22 @@ import msgspec
 import numpy as np
 
 from unisono import _native
-from unisono._native import pack, pack_parts, pack_writable, unpack, unpack_parts
+from unisono._native import (
+    head_bytes_at,
+    pack,
+    pack_parts,
+    pack_writable,
+    unpack,
+    unpack_beside,
+    unpack_parts,
+)
 from unisono.core import buffers
 from unisono.core.dtypes import BFLOAT16, DTYPES, DType
 from unisono.core.envelope import Status
 from unisono.errors import ProtocolError, UsageError
 
 __all__ = [
+    "head_bytes_at",
     "is_record",
     "is_registered",
     "pack",
@@ -48,6 +58,7 @@ __all__ = [
     "path_of_argument",
     "register",
     "unpack",
+    "unpack_beside",
     "unpack_parts",
 ]
 

@@ -1,0 +1,348 @@
+"""Collectives of objects with long content: it travels beside the heads of objects, from memory to memory."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.engines import NO_STALL, MakeWorld, found, outcome, world
+from tests.support.oracle import Notes
+
+from unisono.comm import vector_collectives
+from unisono.comm.announcement import Announcement, row_bytes
+from unisono.comm.communicator import Communicator
+from unisono.comm.object_payload import heads_in
+from unisono.core import codec
+from unisono.core.dtypes import DTYPES
+from unisono.errors import ProtocolError, UsageError
+
+__all__ = ["world"]
+
+every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
+LONG = 300_007
+
+
+def ramp(count: int, salt: int) -> bytes:
+    return ((np.arange(count) * 7 + salt) % 251).astype(np.uint8).tobytes()
+
+
+@functools.cache
+def things(salt: int) -> list[Any]:
+    """Objects on both sides of every limit, with one blob of every kind, with several and with none."""
+    ascii_text = ramp(LONG, salt).translate(bytes(65 + n % 58 for n in range(256))).decode()
+    arrays = {
+        f"{dtype.name}": ((np.arange(2053) * 3 + salt) % 101).astype(dtype.storage) for dtype in DTYPES.values()
+    }
+    return [
+        None,
+        ramp(4095, salt),
+        ramp(4096, salt),
+        ramp(LONG + salt, salt),
+        bytearray(ramp(4097 + salt, salt)),
+        bytearray(ramp(LONG, salt)),
+        ascii_text,
+        "ä€" * (2100 + salt),
+        np.frombuffer(ramp(8 * LONG, salt), np.float64)[: LONG - salt].view(np.int64),
+        (np.arange(30_000) + salt).reshape(100, 300)[::2, 1::3],
+        np.empty((0, 7), np.float32),
+        {"salt": salt, "only": ramp(40_000 + salt, salt)},
+        [salt, (ramp(9_001, salt), "x" * (5_000 + salt)), bytearray(ramp(4_096, salt)), arrays],
+        {**{f"key {n} of {salt}": n for n in range(300)}, "long": ramp(70_001, salt)},
+        [ramp(4_096 + n, n + salt) for n in range(90)],
+        [np.arange(700 + salt) * 1.5, None, ascii_text[:4_096]],
+    ]
+
+
+def same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    match one:
+        case np.ndarray():
+            return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
+        case list() | tuple():
+            return len(one) == len(other) and all(map(same, one, other))
+        case dict():
+            return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+def thing(number: int, source: int, target: int = 0) -> Any:
+    """What a rank sends to another in round `number`: ranks send different kinds at a time."""
+    every = things(source + 10 * target)
+    return every[(number + 3 * source + 5 * target) % len(every)]
+
+
+ROUNDS = len(things(0))
+Verb = Callable[[Any, Communicator, int], tuple[Any, Any]]
+
+
+def all_gather(verbs: Any, comm: Communicator, number: int) -> tuple[Any, Any]:
+    return verbs.all_gather_object(thing(number, comm.rank)), [thing(number, r) for r in range(comm.size)]
+
+
+def gather(verbs: Any, comm: Communicator, number: int) -> tuple[Any, Any]:
+    root = number % comm.size
+    wanted = [thing(number, r) for r in range(comm.size)] if comm.rank == root else None
+    return verbs.gather_object(thing(number, comm.rank), root), wanted
+
+
+def broadcast(verbs: Any, comm: Communicator, number: int) -> tuple[Any, Any]:
+    root = number % comm.size
+    return verbs.broadcast_object(thing(number, root) if comm.rank == root else None, root), thing(number, root)
+
+
+def scatter(verbs: Any, comm: Communicator, number: int) -> tuple[Any, Any]:
+    root = number % comm.size
+    values = [thing(number, root, target) for target in range(comm.size)] if comm.rank == root else None
+    return verbs.scatter_object(values, root), thing(number, root, comm.rank)
+
+
+def all_to_all(verbs: Any, comm: Communicator, number: int) -> tuple[Any, Any]:
+    parts = [thing(number, comm.rank, target) for target in range(comm.size)]
+    return verbs.all_to_all_object(parts), [thing(number, source, comm.rank) for source in range(comm.size)]
+
+
+def all_reduce(verbs: Any, comm: Communicator, number: int) -> tuple[Any, Any]:
+    def pair(a: Any, b: Any) -> Any:
+        return (a, b)
+
+    wanted = functools.reduce(pair, [thing(number, r) for r in range(comm.size)])
+    return verbs.all_reduce_object(thing(number, comm.rank), pair), wanted
+
+
+VERBS: list[Verb] = [all_gather, gather, broadcast, scatter, all_to_all, all_reduce]
+every_verb = pytest.mark.parametrize("verb", VERBS)
+
+
+class Started:
+    """The verbs of a communicator, started and waited for."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *given: getattr(self._comm.start, name)(*given).wait()
+
+
+def adopted(comm: Communicator) -> int:
+    native = comm._group.native
+    assert native is not None
+    return native.adopted
+
+
+@every_kind
+@every_verb
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_long_objects_of_every_kind_arrive_and_python_has_no_part_in_it(
+    world: MakeWorld, kind: str, verb: Verb, size: int
+) -> None:
+    comms = world(size, kind, **NO_STALL)
+
+    def program(comm: Communicator) -> Notes:
+        notes = Notes()
+        for number in range(ROUNDS):
+            for verbs in (comm, Started(comm)):
+                got, wanted = verb(verbs, comm, number)
+                notes.expect(same(got, wanted), True, f"round {number}")
+        return notes
+
+    assert found(comms, program) == []
+    assert [adopted(comm) for comm in comms] == [0] * size
+
+
+@every_verb
+def test_one_rank_in_python_and_the_others_in_the_engine(world: MakeWorld, verb: Verb) -> None:
+    comms = world(3)
+
+    def program(comm: Communicator) -> Notes:
+        notes = Notes()
+        for number in range(ROUNDS):
+            log = comm._group.call_log
+            in_python = number % 3 == comm.rank
+            if in_python:
+                log.fast_path_open = False
+            got, wanted = verb(comm, comm, number)
+            notes.expect(same(got, wanted), True, f"round {number}")
+            if in_python:
+                log.fast_path_open = True
+        return notes
+
+    assert found(comms, program) == []
+
+
+@every_verb
+def test_python_carries_on_with_the_heads_that_the_engine_got(
+    world: MakeWorld, verb: Verb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A started call that nobody waits for is adopted behind its first stage."""
+    comms, finished = world(3), []
+    finish = vector_collectives.finish
+    monkeypatch.setattr(
+        "unisono.comm.adoption.finish", lambda *args, **more: finished.append(args[0]) or finish(*args, **more)
+    )
+
+    def program(comm: Communicator) -> Notes:
+        notes = Notes()
+        for number in range(ROUNDS):
+            log = comm._group.call_log
+
+            class Late:
+                def __getattr__(self, name: str) -> Callable[..., Any]:
+                    def call(*given: Any) -> Any:
+                        work = getattr(comm.start, name)(*given)
+                        log.fast_path_open = False
+                        return work.wait()
+
+                    return call
+
+            got, wanted = verb(Late(), comm, number)
+            log.fast_path_open = True
+            notes.expect(same(got, wanted), True, f"round {number}")
+            comm.barrier()
+        return notes
+
+    assert found(comms, program) == []
+    assert finished
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "flat", "ring", "dissemination"])
+def test_any_algorithm_moves_them(world: MakeWorld, algorithm: str) -> None:
+    comms = world(5)
+
+    def program(comm: Communicator) -> Notes:
+        notes = Notes()
+        row = comm.split(comm.rank % 2)
+        assert row is not None
+        for number in range(ROUNDS):
+            got = row.all_gather_v(np.arange(number * 700.0), algorithm=algorithm)
+            notes.expect([len(one) for one in got], [number * 700] * row.size, "arrays beside them")
+            wanted = [thing(number, r) for r in range(row.size)]
+            notes.expect(same(row.all_gather_object(thing(number, row.rank)), wanted), True, f"round {number}")
+        row.close()
+        return notes
+
+    assert found(comms, program) == []
+
+
+def test_what_came_belongs_to_its_receiver_and_the_next_call_leaves_it_alone(world: MakeWorld) -> None:
+    comms = world(3)
+
+    def program(comm: Communicator) -> Notes:
+        notes, kept = Notes(), []
+        mine = [ramp(LONG, comm.rank), bytearray(ramp(LONG, comm.rank)), np.arange(LONG) + comm.rank]
+        for turn in range(5):
+            for value in mine:
+                came = comm.all_gather_object(value)
+                if turn % 2:
+                    kept.append(came)  # the memory of the others is used again
+                for rank, one in enumerate(came):
+                    if isinstance(one, bytes):
+                        notes.expect(one, ramp(LONG, rank), f"bytes of {rank}")
+                        notes.expect(hash(one), hash(ramp(LONG, rank)), f"hash of {rank}")
+                    elif rank != comm.rank:
+                        one[:3] = type(one)(b"abc") if isinstance(one, bytearray) else -1
+                if not isinstance(value, bytes):
+                    came[comm.rank][0] = 77  # a copy, not what was given
+            notes.expect(mine[1], bytearray(ramp(LONG, comm.rank)), "the bytearray that was given")
+            notes.expect(same(mine[2], np.arange(LONG) + comm.rank), True, "the array that was given")
+        for came in kept:
+            if isinstance(came[0], bytes):
+                notes.expect(came, [ramp(LONG, rank) for rank in range(3)], "what was kept")
+        del kept
+        gc.collect()
+        return notes
+
+    assert found(comms, program) == []
+
+
+def test_a_root_keeps_what_it_cannot_write_to(world: MakeWorld) -> None:
+    comms = world(4)
+
+    def program(comm: Communicator) -> Notes:
+        notes = Notes()
+        frozen = np.arange(LONG)
+        frozen.flags.writeable = False
+        got = comm.broadcast_object(frozen if comm.rank == 1 else None, 1)
+        notes.expect(same(got, np.arange(LONG)), True, "the array")
+        return notes
+
+    assert found(comms, program) == []
+
+
+def test_an_object_beyond_recv_bytes_max_is_refused_before_anything_is_sent(world: MakeWorld) -> None:
+    comms = world(2, recv_bytes_max=100_000)
+
+    def program(comm: Communicator) -> Notes:
+        notes = Notes()
+        error = outcome(lambda: comm.all_gather_object(ramp(100_001, 0)))
+        notes.expect(type(error), UsageError, "the error")
+        notes.expect("recv_bytes_max" in str(error), True, "the next step")
+        notes.expect(comm.all_gather_object(ramp(99_000, comm.rank)), [ramp(99_000, r) for r in range(2)], "fits")
+        return notes
+
+    assert found(comms, program) == []
+
+
+def test_a_deadline_in_the_midst_of_long_objects_ends_the_call(world: MakeWorld) -> None:
+    comms = world(3)
+
+    def program(comm: Communicator) -> Notes:
+        notes = Notes()
+        comm.barrier()
+        if comm.rank == 2:
+            error = outcome(lambda: comm.barrier(timeout=5))
+            notes.expect(isinstance(error, Exception), True, "the late rank")
+            return notes
+        error = outcome(lambda: comm.all_gather_object(ramp(5 * LONG, comm.rank), timeout=0.2))
+        notes.expect(isinstance(error, Exception), True, "ends")
+        return notes
+
+    assert found(comms, program) == []
+
+
+# -- the bytes of a row -----------------------------------------------------------------------------------
+
+
+def row_of(*entries: tuple[int, bytes], used: int | None = None, form: int = 1) -> np.ndarray[Any, Any]:
+    nbytes = row_bytes(2, len(entries))
+    row = np.zeros(nbytes, np.uint8)
+    heads = b"".join(bytes([kind]) + head for kind, head in entries)
+    numbers = 8 + 8 * len(entries)
+    row[0], row[3] = DTYPES["uint8"].code, form
+    row[4:8] = np.array([numbers + len(heads) if used is None else used], np.uint32).view(np.uint8)
+    row[8:numbers] = np.full(len(entries), 4096, np.int64).view(np.uint8)
+    row[numbers : numbers + len(heads)] = np.frombuffer(heads, np.uint8)
+    return row
+
+
+def test_a_row_of_heads_is_read_and_nothing_in_it_is_taken_on_trust() -> None:
+    head, (blob,) = codec.pack_parts({"a": ramp(4096, 1)})
+    said = Announcement.decoded(row_of((1, head), (1, head)), 2, 1 << 20)
+    assert said.heads is not None
+    assert [each.head for each in said.heads] == [head, head]
+    assert codec.unpack_parts(said.heads[1].head, [blob]) == {"a": ramp(4096, 1)}
+    for wrong in (
+        row_of((5, head), (1, head)),
+        row_of((1, head), (1, b"")),
+        row_of((1, head), (1, head[:9])),
+        row_of((1, head), (1, head), used=24 + len(head)),
+        row_of((1, head), (1, head), form=2),
+    ):
+        with pytest.raises(ProtocolError):
+            Announcement.decoded(wrong, 2, 1 << 20)
+    assert heads_in(bytes([1]) + head + b"more", 1)[0].kind == 1
+
+
+def test_blobs_in_one_piece_are_the_same_value() -> None:
+    value = [ramp(4099, 1), np.arange(5000), "x" * 4096, bytearray(ramp(5000, 2))]
+    head, blobs = codec.pack_parts(value)
+    joined = b"".join(bytes(blob) + bytes(-len(blob) % 64) for blob in blobs)
+    assert same(codec.unpack_beside(head, bytearray(joined)), value)
+    assert same(codec.unpack_beside(head, joined), value)
+    for wrong in (joined[:-64], joined + bytes(64), b""):
+        with pytest.raises(ProtocolError):
+            codec.unpack_beside(head, wrong)
