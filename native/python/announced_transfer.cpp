@@ -308,8 +308,7 @@ PyObject* Call::finish_second_stage() {
     case Verb::broadcast_object:
       if (is_root) return Py_NewRef(mine.value.ptr());
       [[fallthrough]];
-    case Verb::scatter_object:
-      return object_in(row_of(0), mine.received_in[0]);
+    case Verb::scatter_object: return object_in(row_of(0), mine.received_in[0]);
     case Verb::gather_v:
     case Verb::gather_object:
       if (!is_root) Py_RETURN_NONE;

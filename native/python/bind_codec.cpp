@@ -108,8 +108,7 @@ PyObject* unpack_beside(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyObject* head_bytes_at(PyObject*, PyObject* data) {
   Py_buffer view;
   if (PyObject_GetBuffer(data, &view, PyBUF_SIMPLE) != 0) return nullptr;
-  const size_t length =
-      codec::head_bytes_at(static_cast<const codec::byte*>(view.buf), static_cast<size_t>(view.len));
+  const size_t length = codec::head_bytes_at(static_cast<const codec::byte*>(view.buf), static_cast<size_t>(view.len));
   PyBuffer_Release(&view);
   return PyLong_FromSize_t(length);
 }

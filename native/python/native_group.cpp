@@ -124,8 +124,8 @@ bool NativeGroup::count_run_ahead(const Run& run, uint64_t nbytes) {
   bool may_run_ahead = nbytes != UINT64_MAX;
   const auto ahead_of = [&](size_t line) -> uint8_t& { return run_ahead_[static_cast<size_t>(run.peer(line))]; };
   for (size_t line = 0; line < lines && may_run_ahead; ++line)
-    may_run_ahead = run.answers(line) || (ahead_of(line) < run_ahead_max &&
-                                          nbytes <= eager_bytes_to(completions.engine(), run.peer(line)));
+    may_run_ahead = run.answers(line) ||
+                    (ahead_of(line) < run_ahead_max && nbytes <= eager_bytes_to(completions.engine(), run.peer(line)));
   for (size_t line = 0; line < lines; ++line)
     if (run.answers(line))
       ahead_of(line) = 0;

@@ -3,7 +3,6 @@
 #include <cstring>
 #include <optional>
 
-
 namespace unisono {
 
 using engine::byte;
@@ -60,8 +59,6 @@ nb::object bytes_object(const byte* data, uint64_t nbytes) {
   return made;
 }
 
-nb::object new_bytes(uint64_t nbytes) {
-  return checked(new_bytes_to_fill(nbytes));
-}
+nb::object new_bytes(uint64_t nbytes) { return checked(new_bytes_to_fill(nbytes)); }
 
 }  // namespace unisono

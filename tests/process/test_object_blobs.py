@@ -35,7 +35,8 @@ def things(salt: int) -> list[Any]:
     """Objects on both sides of every limit, with one blob of every kind, with several and with none."""
     ascii_text = ramp(LONG, salt).translate(bytes(65 + n % 58 for n in range(256))).decode()
     arrays = {
-        f"{dtype.name}": ((np.arange(2053) * 3 + salt) % 101).astype(dtype.storage) for dtype in DTYPES.values()
+        f"{dtype.name}": ((np.arange(2053) * 3 + salt) % 101).astype(dtype.storage)
+        for dtype in DTYPES.values()
     }
     return [
         None,
@@ -92,7 +93,9 @@ def gather(verbs: Any, comm: Communicator, number: int) -> tuple[Any, Any]:
 
 def broadcast(verbs: Any, comm: Communicator, number: int) -> tuple[Any, Any]:
     root = number % comm.size
-    return verbs.broadcast_object(thing(number, root) if comm.rank == root else None, root), thing(number, root)
+    return verbs.broadcast_object(thing(number, root) if comm.rank == root else None, root), thing(
+        number, root
+    )
 
 
 def scatter(verbs: Any, comm: Communicator, number: int) -> tuple[Any, Any]:
@@ -144,14 +147,15 @@ def test_long_objects_of_every_kind_arrive_and_python_has_no_part_in_it(
 
     def program(comm: Communicator) -> Notes:
         notes = Notes()
-        for number in range(ROUNDS):
-            for verbs in (comm, Started(comm)):
+        for verbs in (comm, Started(comm)):
+            for number in range(ROUNDS):
                 got, wanted = verb(verbs, comm, number)
                 notes.expect(same(got, wanted), True, f"round {number}")
+            if verbs is comm:  # the pump may adopt a started call that has to wait for its second stage
+                notes.expect(adopted(comm), 0, "calls that Python adopted")
         return notes
 
     assert found(comms, program) == []
-    assert [adopted(comm) for comm in comms] == [0] * size
 
 
 @every_verb
@@ -182,25 +186,26 @@ def test_python_carries_on_with_the_heads_that_the_engine_got(
     comms, finished = world(3), []
     finish = vector_collectives.finish
     monkeypatch.setattr(
-        "unisono.comm.adoption.finish", lambda *args, **more: finished.append(args[0]) or finish(*args, **more)
+        "unisono.comm.adoption.finish",
+        lambda *args, **more: finished.append(args[0]) or finish(*args, **more),
     )
+
+    class Late(Started):
+        """A call that finds the fast path closed behind its first stage."""
+
+        def __getattr__(self, name: str) -> Callable[..., Any]:
+            def call(*given: Any) -> Any:
+                work = getattr(self._comm.start, name)(*given)
+                self._comm._group.call_log.fast_path_open = False
+                return work.wait()
+
+            return call
 
     def program(comm: Communicator) -> Notes:
         notes = Notes()
         for number in range(ROUNDS):
-            log = comm._group.call_log
-
-            class Late:
-                def __getattr__(self, name: str) -> Callable[..., Any]:
-                    def call(*given: Any) -> Any:
-                        work = getattr(comm.start, name)(*given)
-                        log.fast_path_open = False
-                        return work.wait()
-
-                    return call
-
-            got, wanted = verb(Late(), comm, number)
-            log.fast_path_open = True
+            got, wanted = verb(Late(comm), comm, number)
+            comm._group.call_log.fast_path_open = True
             notes.expect(same(got, wanted), True, f"round {number}")
             comm.barrier()
         return notes
@@ -221,7 +226,9 @@ def test_any_algorithm_moves_them(world: MakeWorld, algorithm: str) -> None:
             got = row.all_gather_v(np.arange(number * 700.0), algorithm=algorithm)
             notes.expect([len(one) for one in got], [number * 700] * row.size, "arrays beside them")
             wanted = [thing(number, r) for r in range(row.size)]
-            notes.expect(same(row.all_gather_object(thing(number, row.rank)), wanted), True, f"round {number}")
+            notes.expect(
+                same(row.all_gather_object(thing(number, row.rank)), wanted), True, f"round {number}"
+            )
         row.close()
         return notes
 
@@ -281,7 +288,9 @@ def test_an_object_beyond_recv_bytes_max_is_refused_before_anything_is_sent(worl
         error = outcome(lambda: comm.all_gather_object(ramp(100_001, 0)))
         notes.expect(type(error), UsageError, "the error")
         notes.expect("recv_bytes_max" in str(error), True, "the next step")
-        notes.expect(comm.all_gather_object(ramp(99_000, comm.rank)), [ramp(99_000, r) for r in range(2)], "fits")
+        notes.expect(
+            comm.all_gather_object(ramp(99_000, comm.rank)), [ramp(99_000, r) for r in range(2)], "fits"
+        )
         return notes
 
     assert found(comms, program) == []

@@ -16,8 +16,7 @@ __all__ = ["RAISE_LIMIT", "ObjectHead", "heads_in", "packed", "unpacked"]
 RAISE_LIMIT: Final = "set Config(recv_bytes_max=...) or UNISONO_RECV_BYTES_MAX alike on all ranks"
 
 
-# What the blob of an object becomes (BlobKind in native/python/blob_memory.hpp): up to this number one object.
-# The last is several blobs in one piece.
+# The last of the kinds of blobs (BlobKind in native/python/blob_memory.hpp): several of them in one piece.
 _SEVERAL: Final = 4
 
 

@@ -332,6 +332,8 @@ def _broadcast(one: CollectiveCall, said: Announcement, parts: list[Array] | Non
     if said.elements is not None:
         return said.part(0)
     flat = buffers.empty(said.lengths[0], _BYTE) if parts is None else parts[0].flat
+    if not flat.flags.writeable:  # some algorithms give root parts of it back: not into the user's memory
+        flat = flat.copy()
     yield from one.run("broadcast", (flat.size,), _BYTE, {Buf.OUT: flat}, root=root)
     return flat
 
