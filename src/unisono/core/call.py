@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from unisono.core.envelope import ANY
 from unisono.core.request import Request
 from unisono.core.runtime import NEVER, Deadline, Waiting
-from unisono.errors import Location, PeerLost, UnisonoError
+from unisono.errors import Location, PeerLost, UnisonoError, UsageError
 
 __all__ = ["Begun", "Call", "LocalError", "Message", "Steps", "T", "await_request", "await_requests"]
 
@@ -148,7 +148,9 @@ def await_request(call: Call, request: Request, peers: Callable[[], tuple[int, .
         request.cancel()
         while not request.done and not isinstance(interruption, GeneratorExit):
             yield
-        if request.error is not None or not isinstance(interruption, UnisonoError):
+        # A message that was matched and refused ends the call by that: its sender may be gone by now.
+        is_refused = isinstance(request.error, UsageError) and isinstance(interruption, PeerLost)
+        if not isinstance(interruption, UnisonoError) or (request.error is not None and not is_refused):
             raise
     if request.error is not None:
         # That a peer is gone is a symptom. Control reports it with the cause, after all that the peer sent.
