@@ -42,13 +42,13 @@ struct Announced {
   nb::object result;
   // The second stage.
   bool is_second = false;
-  uint64_t bytes = 0;                     // of all parts of all ranks
+  uint64_t bytes = 0;                         // of all parts of all ranks
   nb::object sent;                            // the parts of this rank in one piece, or whose memory they are
   std::vector<engine::BufferPart> sent_from;  // where they lie, if not in one piece
   Result received;                            // memory for what comes
   std::vector<nb::object> received_in;        // the same by sender, if each part becomes an object where it arrives
   std::vector<engine::BufferPart> received_at;
-  Argument plain;                         // the kind of array to make of it, if this rank gave none
+  Argument plain;  // the kind of array to make of it, if this rank gave none
 };
 
 class ParsedCall {
