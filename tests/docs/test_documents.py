@@ -9,6 +9,7 @@ import pytest
 from tests.support.paths import ROOT, file_of
 
 from unisono import errors
+from unisono.config import Config
 from unisono.messaging.backend import Backend
 
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
@@ -36,11 +37,16 @@ def test_a_backend_has_the_methods_that_the_page_names() -> None:
 
 def test_calls_run_ahead_as_far_as_the_pages_say() -> None:
     source = (ROOT / "native/python/native_group.cpp").read_text()
-    calls = re.search(r"ahead_max = (\d+);", source)[1]
-    kib = re.search(r"ahead_bytes = (\d+) \* 1024;", source)[1]
+    calls = re.search(r"run_ahead_max = (\d+);", source)[1]
+    link = (ROOT / "native/link/tcp_link.hpp").read_text()
+    factor = re.search(r"certain_eager_factor\(\) const override \{ return (\d+); \}", link)[1]
+    kib = Config().eager_bytes >> 10
     assert f"up to {calls} calls before it waits for the receivers" in text_of("docs/failure.md")
-    assert f"a collective of up to {kib} KiB" in text_of("docs/failure.md")
-    assert f"by up to {calls} calls of at most {kib} KiB each" in text_of("ARCHITECTURE.md")
+    limits = f"a collective of up to {kib} KiB (over sockets {kib * int(factor)} KiB)"
+    assert limits in text_of("docs/failure.md")
+    assert f"by up to {calls} calls, each no longer than a collective sends eagerly" in text_of(
+        "ARCHITECTURE.md"
+    )
     assert f"up to {calls} calls; a mismatch" in text_of("CHANGELOG.md")
 
 

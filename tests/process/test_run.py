@@ -366,31 +366,79 @@ def test_ranks_share_a_session_and_have_process_groups_of_their_own(program) -> 
     assert len(places) == 3
 
 
-def test_rank_0_reads_from_a_terminal(program, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    path = program("print(repr(sys.stdin.readline()))\n")
+# As a shell does it: a command in the foreground of a session that has the terminal; then the command's code.
+SHELL = (
+    "import fcntl, subprocess, sys, termios\n"
+    "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+    "try:\n"
+    "    process = subprocess.Popen(sys.argv[1:])\n"
+    "    print('launcher', process.pid, flush=True)\n"
+    "    code = process.wait()\n"
+    "except KeyboardInterrupt:\n"
+    "    code = process.wait()\n"
+    "print('code', code, flush=True)\n"
+)
+
+
+@contextlib.contextmanager
+def at_terminal(path: str, size: int) -> Iterator[tuple[int, Iterator[str]]]:
+    """`unisono run` at a terminal: what to write keys to, and the lines that come."""
     master, slave = os.openpty()
+    command = [sys.executable, "-m", "unisono", "run", "-n", str(size), path]
     try:
-        # As a shell starts it: in the foreground of a session that has the terminal.
-        shell = (
-            "import fcntl, os, subprocess, sys, termios\n"
-            "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
-            "sys.exit(subprocess.run(sys.argv[1:]).returncode)\n"
-        )
-        command = [sys.executable, "-m", "unisono", "run", "-n", "2", path]
         with subprocess.Popen(
-            [sys.executable, "-c", shell, *command],
+            [sys.executable, "-c", SHELL, *command],
             stdin=slave,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
-        ) as process:
-            os.write(master, b"typed\n")
-            out, _ = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 0
-        assert sorted(out.splitlines()) == ["[0] 'typed\\n'", "[1] ''"]
+        ) as shell:
+            assert shell.stdout is not None
+            yield master, iter(map(str.rstrip, shell.stdout))
     finally:
         os.close(slave)
         os.close(master)
+
+
+def test_rank_0_reads_from_a_terminal_and_all_ranks_share_a_session(program) -> None:  # type: ignore[no-untyped-def]
+    path = program("print(repr(sys.stdin.readline()), os.getsid(0))\nsys.exit(5 * rank)\n")
+    with at_terminal(path, 2) as (keys, lines):
+        os.write(keys, b"typed\n")
+        launcher, *shown = lines
+    told = [line.split() for line in shown if line.startswith("[")][:2]
+    assert sorted(words[:2] for words in told) == [["[0]", "'typed\\n'"], ["[1]", "''"]]
+    assert len({session for *_, session in told}) == 1
+    assert launcher.startswith("launcher ")
+    assert shown[-1] == "code 5"
+
+
+def test_ctrl_c_at_a_terminal_reaches_every_rank_once(program) -> None:  # type: ignore[no-untyped-def]
+    path = program(
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])\n"
+        "print('ready', flush=True)\n"
+        "signal.sigwait([signal.SIGINT])\n"
+        "print('again' if signal.SIGINT in signal.sigpending() else 'once', flush=True)\n"
+    )
+    with at_terminal(path, 2) as (keys, lines):
+        seen = [next(lines) for _ in range(3)]
+        assert sorted(seen[1:]) == ["[0] ready", "[1] ready"]
+        os.write(keys, b"\x03")
+        *shown, code = lines
+    assert sorted(shown) == ["[0] once", "[1] once"]
+    assert code == "code 0"
+
+
+def test_no_rank_outlives_a_launcher_that_is_killed_at_a_terminal(program) -> None:  # type: ignore[no-untyped-def]
+    path = program("import time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
+    with at_terminal(path, 2) as (_, lines):
+        launcher = int(next(lines).split()[1])
+        pids = [int(next(lines).split()[1]) for _ in range(2)]
+        pidfds = [os.pidfd_open(pid) for pid in pids]
+        os.kill(launcher, signal.SIGKILL)
+        assert list(lines)[-1] == "code -9"
+    for pidfd in pidfds:
+        assert select.select([pidfd], [], [], PATIENCE_S)[0]
+        os.close(pidfd)
 
 
 def test_a_launcher_whose_output_was_closed_runs_the_job(program, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

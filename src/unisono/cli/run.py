@@ -117,7 +117,10 @@ def _run(job: Job) -> int:
     """Run the job on the streams of this process; returns its exit code."""
     from unisono import __version__
     from unisono.launcher.run import run
+    from unisono.launcher.terminal import leave_terminal
 
+    if os.isatty(0):
+        leave_terminal()
     streams = (sys.stdout, sys.stderr)
     try:
         with open(os.devnull, "wb") as nowhere:  # for a stream that was closed before we started

@@ -1,8 +1,7 @@
 """`unisono run`: start the ranks of one host, show what they print, forward signals, end them all.
 
 Each rank has a process group of its own, dies with this process, and leaves nothing behind in that group.
-All ranks share our session: Linux schedules sessions against each other (`sched_autogroup`), and a rank that
-waits could not yield its core to a rank of another session.
+All ranks share our session (see terminal.py).
 """
 
 from __future__ import annotations
@@ -212,7 +211,6 @@ class _Launch:
                 command,
                 environ,
                 partial(self._on_end, rank),
-                has_session=has_input and os.isatty(0),
                 stdin=None if has_input else subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,

@@ -20,7 +20,7 @@ from unisono.launcher.parent_death import die_with_parent
 
 __all__ = ["Escalation", "Process", "Supervisor", "wake_pair"]
 
-_FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Escalation:
@@ -100,7 +100,6 @@ class Supervisor:
         on_end: Callable[[Process], None] = lambda process: None,
         *,
         has_group: bool = True,
-        has_session: bool = False,
         dies_with_parent: bool = True,
         **options: Any,
     ) -> Process:
@@ -109,19 +108,15 @@ class Supervisor:
         Args:
             has_group: a process group of its own; signals reach all of it, and what it leaves behind there
                 is killed when it ends. Otherwise it stays in the caller's process group.
-            has_session: a session of its own, and so a group. A process that reads from the caller's
-                terminal needs one: the system stops what reads there from the background.
             dies_with_parent: it is killed when this process ends, however that ends. This runs Python between
                 fork and exec, so no thread may have been started: a child could inherit a held lock.
         """
         if dies_with_parent:
             options["preexec_fn"] = die_with_parent(os.getpid())
-        if has_session:
-            options["start_new_session"] = True
-        elif has_group:
+        if has_group:
             options["process_group"] = 0
         popen = subprocess.Popen(command, env=env, **options)
-        process = Process(popen, has_group=has_group or has_session)
+        process = Process(popen, has_group=has_group)
         self.processes.append(process)
         self.watch(process.pidfd, lambda _: self._on_end(process, on_end))
         return process
@@ -174,7 +169,7 @@ class Supervisor:
             while received:
                 on_signal(signal.Signals(received.popleft()))
 
-        handlers = {n: signal.signal(n, lambda number, _: received.append(number)) for n in _FORWARDED}
+        handlers = {n: signal.signal(n, lambda number, _: received.append(number)) for n in FORWARDED}
         wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         self.watch(reader, dispatch)
         try:

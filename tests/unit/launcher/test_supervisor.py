@@ -77,14 +77,12 @@ def test_the_earliest_sigterm_counts_and_is_sent_once() -> None:
 
 
 @pytest.mark.parametrize("has_group", [True, False])
-@pytest.mark.parametrize("has_session", [True, False])
-def test_the_exit_code_of_every_process_is_reported_once(has_group: bool, has_session: bool) -> None:
+def test_the_exit_code_of_every_process_is_reported_once(has_group: bool) -> None:
     ended: list[Process] = []
     with Supervisor(term_s=1.0) as supervisor:
         for code in (0, 7):
             command = [sys.executable, "-c", f"raise SystemExit({code})"]
-            apart = {"has_group": has_group, "has_session": has_session}
-            supervisor.start(command, os.environ, ended.append, **apart, **HERE)
+            supervisor.start(command, os.environ, ended.append, has_group=has_group, **HERE)
         serve_until_ended(supervisor)
         assert sorted(process.code or 0 for process in ended) == [0, 7]
         assert not any(process.was_told_to_end for process in ended)
@@ -103,12 +101,9 @@ def test_a_process_that_ignores_sigterm_is_killed() -> None:
         assert process.was_told_to_end
 
 
-@pytest.mark.parametrize("has_session", [True, False])
-def test_what_a_process_leaves_in_its_group_ends_with_it(has_session: bool) -> None:
+def test_what_a_process_leaves_in_its_group_ends_with_it() -> None:
     with Supervisor(term_s=1.0) as supervisor:
-        process = supervisor.start(
-            LEAVES_A_CHILD, os.environ, has_session=has_session, stdout=subprocess.PIPE, **HERE
-        )
+        process = supervisor.start(LEAVES_A_CHILD, os.environ, stdout=subprocess.PIPE, **HERE)
         stdout = process.popen.stdout
         assert stdout is not None
         with stdout:
