@@ -1,4 +1,4 @@
-"""What every test gets: a check that nothing is left behind, and for marked tests every kind of links."""
+"""For every test: a check that nothing leaks. For marked tests: runs with every kind of links."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ from tests.support.paths import ROOT, TESTS
 from tests.support.ranks import IN_THREADS, ON_EVERY_LINK, Ended, ranks_linked_by, run_ranks
 from tests.support.system import need_quic, skipped_by_need
 
-# Hypothesis remembers failing examples in .venv, where all caches are. A slow test is not wrong.
+# Hypothesis keeps failing examples in .venv, where all caches are. A slow example is not a failure.
 os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(ROOT / ".venv/cache/hypothesis"))
 hypothesis.settings.register_profile("unisono", deadline=None)
 hypothesis.settings.load_profile("unisono")
 
 # In thousands of tests the ranks are threads of this process. By default glibc gives them up to 16 heaps,
-# each of which keeps what its largest test took: 1.3 GB in the end. So there is one heap, and the size from
-# which a block is mapped by itself, and unmapped when it is freed, stays at glibc's
-# first value instead of growing.
+# each of which keeps the memory of its largest test: 1.3 GB at the end. So there is one heap, and the
+# threshold from which glibc maps a block separately, and unmaps it when it is freed, is fixed at its initial
+# value.
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 128 << 10)
 
-# Started in the background by a shell, the tests ignore Ctrl-C, and so would the children that we interrupt.
+# A shell that starts the tests in the background lets them ignore SIGINT. The children that tests interrupt
+# would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let `make soak` ask for more."""
+    """Add `--long`, which `make soak` uses."""
     parser.addoption("--long", action="store_true", help="every kind of links, and more of what takes long")
 
 
@@ -49,7 +50,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("rank_links", (IN_THREADS, *ON_EVERY_LINK), indirect=True)
 
 
-# Of the kinds of links that a test names in its id, `make test` takes shared memory; the others are for
+# Of the kinds of links that a test names in its id, `make test` runs only shared memory; the others are for
 # `make test-more`.
 _MORE_LINKS = {
     *("rings", "tcp", "TCP", "tight tcp", "tls", "tight tls", "hosts", "hosts tls"),
@@ -58,7 +59,7 @@ _MORE_LINKS = {
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave most kinds of links to `make test-more`; of an acceptance test's runs in processes keep one."""
+    """Mark most kinds of links `more`; keep only one of an acceptance test's runs in processes."""
     items.sort(key=_folder_order)
     for item in items:
         if _MORE_LINKS.intersection(item.nodeid.partition("[")[2].removesuffix("]").split("-")):
@@ -71,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     dropped: set[pytest.Item] = set()
     for group in runs.values():
-        # By a hash of its id: other tests and further parameters leave the choice as it is.
+        # By a hash of the id: new tests and further parameters do not change the choice.
         kept = min(group, key=lambda item: zlib.crc32(item.nodeid.encode()))
         dropped.update(item for item in group if item is not kept)
     config.hook.pytest_deselected(items=[item for item in items if item in dropped])
@@ -79,27 +80,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Exempt what was collected from garbage collections, here and in every rank that is forked."""
+    """Exempt the collected tests from garbage collection, here and in every rank that is forked."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Which links a test runs on stands in its id."""
+    """Skip a test of QUIC links if unisono was built without them; the id of a test names its links."""
     has_links = item.path.relative_to(TESTS).parts[0] in _WITH_LINKS or _links_of(item) != IN_THREADS
     if has_links and "quic" in re.split(r"[^a-z]+", item.nodeid.lower()):
         need_quic()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Count the tests that this machine could not run, by what they wanted."""
+    """Count the tests that this machine could not run, by the tool or permission that they need."""
     reasons = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", [])]
     for what, count in skipped_by_need(reasons).items():
         terminalreporter.write_line(f"skipped for want of {what}: {count} test{'s' if count > 1 else ''}")
 
 
 _WITH_LINKS = ("process", "conformance", "native")
-# Files of these folders take longest. With them at the end, one of two workers would wait for the other.
+# The files of these folders take longest. If they ran last, one of two workers would wait for the other.
 _FIRST = ("process", "conformance")
 
 
@@ -131,7 +132,8 @@ def nothing_leaks() -> Iterator[None]:
     """Fail a test that leaves threads, descriptors, children or shared memory behind."""
     before = _resources()
     yield
-    # Beside other programs a collection may take a second, in which no other thread of this process runs.
+    # On a busy machine a garbage collection may take a second, during which no other thread of this process
+    # runs.
     deadline = time.monotonic() + 30
     while True:
         left = {kind: now - before[kind] for kind, now in _resources().items() if now - before[kind]}
@@ -153,7 +155,7 @@ def _resources() -> dict[str, set[str]]:
             continue
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return {
-        # The thread that does the work of finalizers stays until the process ends.
+        # The thread that runs finalizers stays until the process ends.
         "threads": {f"{t.name} {t.ident}" for t in threading.enumerate() if t.name != "unisono-collected"},
         "descriptors": descriptors,
         "children": set(children),

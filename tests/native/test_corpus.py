@@ -1,4 +1,4 @@
-"""The corpus of every decoder, replayed: Python's directly, the engine's by a peer that speaks in bytes."""
+"""The corpus of every decoder, replayed: in Python directly, in the engine by a peer that sends raw bytes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_decoder_gives_a_value_or_its_own_error(name: str) -> None:
 
 
 def test_the_corpus_holds_what_peers_say_today() -> None:
-    """A message that changed its form would otherwise be fuzzed in its old one."""
+    """Otherwise a message with a new layout would still be fuzzed in its old one."""
     for decoder, made in corpus.all_seeds().items():
         for name, data in made.items():
             kept = (CORPUS / decoder / f"{name}.bin").read_bytes()
@@ -56,7 +56,7 @@ class RawPeer:
         self._rank, self._size, self._card = rank, size, card
 
     def call(self, medium: int, lane: int, flags: int = 0, memory: int = -1) -> socket.socket:
-        """Greet; the connection that comes of it."""
+        """Do the handshake; return the connection."""
         if medium == SHM:
             sock = socket.socket(socket.AF_UNIX)
             sock.settimeout(PATIENCE_S)
@@ -112,12 +112,12 @@ def _sealed(count: int) -> int:
 def _say_by_tcp(peer: RawPeer, data: bytes) -> None:
     flags = data[0] >> 1 & 1
     with peer.call(TCP, CONTROL, flags) as control, peer.call(TCP, BULK, flags) as bulk:
-        with contextlib.suppress(OSError):  # it may hang up in the middle
+        with contextlib.suppress(OSError):  # the rank may close the connection in the middle
             (bulk, control)[data[0] & 1].sendall(data[1:])
 
 
 def _say_by_ring(peer: RawPeer, data: bytes) -> None:
-    """Lay out the memory as tests/fuzz/decoders.cpp says, then greet with it."""
+    """Lay out the memory as in tests/fuzz/decoders.cpp, then pass it in the handshake."""
     first, lane = data[0], data[0] & 1
     head, word = struct.unpack_from("<QI", data, 2)
     fd = _sealed(LINK_BYTES)
@@ -140,7 +140,7 @@ def _say_by_ring(peer: RawPeer, data: bytes) -> None:
 
 @pytest.fixture
 def rank(tmp_path: Path) -> Iterator[tuple[NativeBackend, NativeBackend, list[PeerDown]]]:
-    """A rank in a world of 64, its good neighbour, and whom it has lost."""
+    """A rank in a world of 64, a well-behaved peer, and the list of the ranks that the rank has lost."""
     tmp_path.chmod(0o700)
     size, lost = 64, []
     one = NativeBackend(0, size, str(tmp_path), SECRET, neighbours=False)

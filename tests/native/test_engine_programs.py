@@ -10,7 +10,7 @@ import pytest
 from tests.support.native_programs import built
 from tests.support.paths import TESTS
 
-# A decoder that has the corpus of another: the same frames.
+# A decoder that uses the corpus of another decoder: both read the same frames.
 CORPUS = {"quic": "tcp"}
 
 
@@ -45,7 +45,7 @@ def test_a_case_of_the_engine_holds(engine_test: Path, case: str) -> None:
 
 @pytest.mark.parametrize("case", cases_in("quic_test"))
 def test_a_case_of_quic_connections_holds(quic_test: Path, case: str) -> None:
-    """A network in memory, with a clock of its own: seconds of loss take milliseconds."""
+    """On a network in memory with a virtual clock: seconds of packet loss take milliseconds."""
     check_case(quic_test, case)
 
 
@@ -57,7 +57,7 @@ def test_a_case_that_does_not_exist_is_refused(engine_test: Path) -> None:
 @pytest.mark.more
 @pytest.mark.parametrize("decoder", ["tcp", "quic", "datagram", "ring", "connector"])
 def test_a_decoder_of_the_engine_bears_ten_thousand_inputs(decoders: Path, decoder: str) -> None:
-    """`make fuzz` gives it a million, under sanitizers."""
+    """`make fuzz` gives it a million inputs, under sanitizers."""
     command = [decoders, decoder, "10000", "1", TESTS / "corpus" / CORPUS.get(decoder, decoder)]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -1,4 +1,4 @@
-"""Both matchers, Python's and the engine's, run one table of cases (tests/support/matching_cases.py)."""
+"""The matchers in Python and in the engine run the same table of cases (tests/support/matching_cases.py)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_both_matchers_answer_as_the_table_says(matcher_test: Path, name: str) -
 
 @pytest.mark.parametrize("seed", range(8))
 def test_both_matchers_find_the_same_in_long_random_cases(matcher_test: Path, seed: int) -> None:
-    """Long enough that the engine's table grows twice."""
+    """The cases are long enough that the engine's table grows twice."""
     steps = random_steps(seed, 5000)
     found = answers_in_python(steps)
     assert answers_in_engine(matcher_test, steps) == found

@@ -1,4 +1,4 @@
-"""Numbers that C++ and Python both need: each pair is equal."""
+"""Constants that C++ and Python both define: each pair is equal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unisono.messaging import credit
 from unisono.plans import amounts
 from unisono.rpc import frame, transport
 
-# Of the engine: the file and the constant; then the value in Python.
+# The file and the name of a constant in the engine; then its value in Python.
 CONSTANTS: dict[tuple[str, str], Any] = {
     ("native/wire/frame.hpp", "header_bytes_max"): envelope.HEADER_BYTES_MAX,
     ("native/base/types.hpp", "line_bytes"): credit.ENVELOPE_BYTES,
@@ -28,7 +28,7 @@ CONSTANTS: dict[tuple[str, str], Any] = {
     ("native/python/announced_call.cpp", "array_bytes_max"): announcement.ARRAY_BYTES_MAX,
 }
 
-# Of the engine: the file and the enum; then its enumerators from 0 on, as Python has them.
+# The file and the name of an enum in the engine; then its enumerators from 0 on, as in Python.
 ENUMS: dict[tuple[str, str], list[str]] = {
     ("native/messaging/message.hpp", "Outcome"): [
         "done",
@@ -45,7 +45,7 @@ ENUMS: dict[tuple[str, str], list[str]] = {
 
 
 def number(file: str, name: str) -> int:
-    """A constant of the engine: an expression of numbers."""
+    """The value of a constant in the engine, which is an expression of numbers."""
     found = re.search(rf"constexpr [\w:]+ {name} = ([^;]+);", (ROOT / file).read_text())
     assert found is not None, f"{name} is no longer in {file}"
     text = re.sub(r"\w+\{(\d+)\}", r"\1", found[1]).replace("'", "")
@@ -112,6 +112,6 @@ def test_families_of_arrays_have_the_engines_numbers() -> None:
 
 
 def test_every_link_has_room_for_the_longest_eager_control_message() -> None:
-    """So the reason of an abort, and every frame of a remote call, needs nothing from the receiver."""
+    """So an abort with its reason, and every frame of a call, is sent without waiting for the receiver."""
     for link in (_native.CONTROL_EAGER_BYTES_SHM, _native.CONTROL_EAGER_BYTES_SOCKET):
         assert _native.FRAME_BYTES_MAX <= credit.CONTROL_EAGER_BYTES <= link

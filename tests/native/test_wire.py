@@ -1,6 +1,6 @@
-"""What a rank says on its sockets, frame by frame: the other end is played by the test.
+"""The frames that a rank sends on its sockets, one by one; the test is the peer.
 
-Order that two engines show only now and then is made here on purpose.
+Here the test forces orders of frames that two engines produce only rarely.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Make = Callable[..., list[NativeBackend]]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """`make(*ranks)`: engines of these ranks of a world of 2, over TCP; both if none is named."""
+    """`make(*ranks)`: engines of these ranks of a world of 2, over TCP; both ranks by default."""
     tmp_path.chmod(0o700)
     made: list[NativeBackend] = []
 
     def start(*ranks: int) -> list[NativeBackend]:
-        # Nobody is to be taken for dead because this machine is busy.
+        # No rank may be declared dead because this machine is busy.
         how: dict[str, Any] = {"shm": False, "neighbours": False, "config": Config(silence_s=20.0)}
         made.extend(NativeBackend(rank, 2, str(tmp_path), SECRET, **how) for rank in ranks or (0, 1))
         cards = [backend.card() for backend in made] * (2 // len(made))
@@ -67,7 +67,7 @@ def offer(nbytes: int, tag: int = 7) -> bytes:
 
 
 def next_frame(member: Member, lane: int) -> tuple[int, int, int, int]:
-    """Kind, dtype, context and bytes of the next frame that is no sign of life."""
+    """Kind, dtype, context and bytes of the next frame that is not a heartbeat."""
     while True:
         word, dtype, _, _, context, _, nbytes = HEAD.unpack(exactly(member.lanes[lane], HEAD.size))
         if word & 0xFF != HEARTBEAT:
@@ -124,17 +124,17 @@ def test_an_empty_synchronous_send_that_was_cancelled_never_leaves(make: Make) -
         rendezvous_id = id_of_rts(member)
         send.cancel()
         assert ended(backend, send).error is not None
-        # Too late: our acceptance crosses its withdrawal.
+        # Too late: our CTS crosses the sender's withdrawal.
         member.send(frame(CTS, context=rendezvous_id), CONTROL)
         assert next_frame(member, BULK)[:3:2] == (WITHDRAW, rendezvous_id)
         member.send(frame(FIN, dtype=WITHDRAWN, context=rendezvous_id), CONTROL)
-        # The link is sound, and nothing else was said.
+        # The link still works, and no other frame was sent.
         backend.start_send(1, CONTEXT, 7, memoryview(b"next"))
         assert next_frame(member, BULK)[::3] == (EAGER, 4)
 
 
 def test_a_long_message_may_be_confirmed_as_soon_as_its_last_byte_is_read(make: Make) -> None:
-    """The answer then comes before the sender has looked whether its bytes are gone."""
+    """The FIN then arrives before the sender has noticed that its last bytes are written."""
     (backend,) = make(0)
     nbytes = 16 << 20
     data = (np.arange(nbytes) % 251).astype(np.uint8)

@@ -1,7 +1,7 @@
-"""Calls of the engine in every way at once: several threads of each rank, each on a communicator of its own.
+"""All kinds of calls of the engine at once, from several threads per rank, one communicator per thread.
 
 `make sanitize` runs this with a module under ASan and UBSan, and with one under TSan: every verb is called,
-waited for, polled, dropped, cancelled, adopted and left behind while other threads do the same.
+waited for, polled, dropped, cancelled, adopted and never waited for, while other threads do the same.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ __all__ = ["world"]
 Array = np.ndarray[Any, Any]
 THREADS = 3
 ROUNDS, ROUNDS_LONG = 25, 500
-# Both sides of what a call polls for with the GIL held, and of what is sent eagerly.
+# Counts on both sides of two thresholds: short calls poll with the GIL held, and short messages are sent
+# eagerly.
 COUNTS = (0, 1, 7, 1021, 2048, 2049, 20_003)
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -47,14 +48,14 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
 @pytest.fixture(autouse=True)
 def nothing_is_logged() -> Iterator[None]:
-    """Hundreds of communicators close with works that nobody has waited for."""
+    """Ignore the logs of hundreds of communicators that close with works that no thread has waited for."""
     logger = logging.getLogger("unisono")
     logger.setLevel(logging.CRITICAL)
     yield
     logger.setLevel(logging.NOTSET)
 
 
-# -- what is called, and what it gives --------------------------------------------------------------------
+# -- the verbs and their results --------------------------------------------------------------------------
 
 
 def given(rank: int, count: int, turn: int) -> Array:
@@ -62,7 +63,7 @@ def given(rank: int, count: int, turn: int) -> Array:
 
 
 class Verb:
-    """A verb with arguments that depend on rank, count and turn, and the results of all ranks."""
+    """A verb, its arguments, which depend on rank, count and turn, and the expected results of all ranks."""
 
     def __init__(self, comm: Communicator, count: int, turn: int) -> None:
         self.size, self.rank = comm.size, comm.rank
@@ -74,7 +75,7 @@ class Verb:
         ]
 
     def call(self, on: Any, name: str, **how: Any) -> Any:
-        """Call it on a communicator or on its `start`."""
+        """Call the verb on a communicator or on its `start`."""
         mine = self.all[self.rank].copy()
         if name == "barrier":
             return on.barrier(**how)
@@ -91,7 +92,7 @@ class Verb:
         return getattr(on, name)(mine, **how)
 
     def check(self, name: str, result: Any) -> None:
-        """Compare with what NumPy says."""
+        """Compare a result with NumPy's."""
         is_root = self.rank == self.root
         total: Array = np.sum(self.all, axis=0)
         awaited: dict[str, Callable[[], Any]] = {
@@ -131,7 +132,7 @@ COLLECTIVES = (
 )
 
 
-# -- how it is called -------------------------------------------------------------------------------------
+# -- ways to wait -----------------------------------------------------------------------------------------
 
 
 def polled(work: Work[Any]) -> Any:
@@ -142,7 +143,7 @@ def polled(work: Work[Any]) -> Any:
 
 
 def waited_elsewhere(work: Work[Any]) -> Any:
-    """Two threads wait for it."""
+    """Two threads wait for the work."""
     other = Waiter(work.wait)
     result = work.wait(PATIENCE_S)
     assert other.result() is result or np.array_equal(other.result(), result)
@@ -150,7 +151,7 @@ def waited_elsewhere(work: Work[Any]) -> Any:
 
 
 def waited_in_vain_first(work: Work[Any]) -> Any:
-    """Python adopts it, if it does not end at once."""
+    """Python adopts the operation, unless it ends at once."""
     with contextlib.suppress(DeadlineExceeded):
         return work.wait(0)
     return work.wait(PATIENCE_S)
@@ -189,7 +190,7 @@ STARTED: tuple[Callable[[Work[Any]], Any], ...] = (
 
 
 def dropped_elsewhere(work: Work[Any]) -> None:
-    """Another thread has the last reference."""
+    """Another thread drops the last reference."""
     box = [work]
     del work
     Waiter(box.clear).result()
@@ -210,7 +211,7 @@ def collective(comm: Communicator, choice: random.Random, turn: int) -> None:
 
 
 def messages(comm: Communicator, choice: random.Random, turn: int) -> None:
-    """A ring of messages: sent and received in the ways that a turn has, the same on all ranks."""
+    """A ring of messages. The turn decides how they are sent and received, the same on all ranks."""
     count, size, rank = choice.choice(COUNTS), comm.size, comm.rank
     way, is_exchange = choice.randrange(len(STARTED)), choice.random() < 0.3
     left, right = (rank - 1) % size, (rank + 1) % size
@@ -227,7 +228,7 @@ def messages(comm: Communicator, choice: random.Random, turn: int) -> None:
 
 
 def in_vain(comm: Communicator, choice: random.Random, turn: int) -> None:
-    """Receives that nobody meets: cancelled, expired, dropped."""
+    """Receives to which no message is sent: cancelled, expired, dropped."""
     way, buffer, tag = choice.randrange(4), np.zeros(3), 1_000_000 + turn
     src = (comm.rank + 1) % comm.size
     if way == 0:
@@ -248,7 +249,7 @@ def in_vain(comm: Communicator, choice: random.Random, turn: int) -> None:
 
 
 def group(comm: Communicator, choice: random.Random, turn: int) -> None:
-    """A communicator of its own, with a work that is under way when it closes."""
+    """A new communicator, with a work that is under way when the communicator closes."""
     row = comm.split(color=turn % 2 if comm.rank else 0, key=-comm.rank)
     assert row is not None
     left_behind = row.start.recv(np.zeros(3), src=0, tag=5)
@@ -267,17 +268,17 @@ def storm(comm: Communicator, seed: int, rounds: int) -> None:
 
 
 def rows_of(comm: Communicator) -> list[Communicator]:
-    """A communicator for each thread."""
+    """The communicators of all ranks, one list per thread."""
     return [row for row in (comm.split(color=0, key=comm.rank) for _ in range(THREADS)) if row is not None]
 
 
 def storm_on_threads(comm: Communicator, seed: int, rounds: int = ROUNDS) -> None:
-    """Threads that share the engine of a rank."""
+    """Run the storm on several threads, which share the engine of a rank."""
     rows = rows_of(comm)
 
     def one(row: Communicator) -> None:
         storm(row, seed + rows.index(row), rounds)
-        row.barrier()  # so that no rank still waits for one that has left
+        row.barrier()  # so that no rank waits for a rank that has left
         row.close()
 
     run_each(one, rows).values()
@@ -297,11 +298,11 @@ def test_threads_call_every_verb_in_every_way(
 
 
 def storm_until_it_ends(comm: Communicator, seed: int) -> type[BaseException]:
-    """Storm until the communicator is closed or a rank is gone: how it ended."""
+    """Storm until the communicator is closed or a rank is lost; return the error."""
     for turn in range(seed, 1_000_000):
         try:
             storm(comm, turn, 1)
-        except (UnisonoError, AssertionError) as error:  # a wait that should have expired has failed, too
+        except (UnisonoError, AssertionError) as error:  # a wait meant to expire has failed instead
             return type(error)
     raise AssertionError("it never ends")
 
@@ -337,7 +338,7 @@ def test_a_killed_peer_ends_all_works_of_the_others():
 
 
 def test_children_are_forked_in_a_storm(world: MakeWorld):
-    """A child has works of its parent in the middle of everything: it drops them and ends."""
+    """A child is forked while works of its parent are under way: it drops them and exits."""
     comms = world(2, deadlock_after_s=0)
     kept = [comm.start.recv(np.zeros(3), src=0, tag=99) for comm in comms]
     ranks = [Waiter(lambda comm=comm: storm_on_threads(comm, 7)) for comm in comms]
@@ -361,7 +362,7 @@ def test_children_are_forked_in_a_storm(world: MakeWorld):
 
 
 def struck(after_s: float, wait: Callable[[], Any]) -> None:
-    """Wait until a Ctrl-C comes."""
+    """Wait until a SIGINT arrives."""
     striker = threading.Timer(after_s, lambda: os.kill(os.getpid(), signal.SIGINT))
     try:
         striker.start()

@@ -1,4 +1,4 @@
-"""QUIC links as a user chooses them: the backend, the setting, and what is refused."""
+"""The ways to choose QUIC links (the backend, the setting), and the combinations that are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def links_and_sum(comm: Communicator) -> tuple[str, set[str], float]:
         comm.recv(np.zeros(3, np.int64), peer, 1)
     assert isinstance(comm.backend, NativeBackend)
     kinds = set(comm.backend.links()) - {"self"}
-    comm.barrier()  # nobody has left so far
+    comm.barrier()  # no rank has left so far
     return comm.backend.capabilities.name, kinds, float(x[7])
 
 

@@ -1,4 +1,4 @@
-"""How QUIC links end: ranks that are killed, stopped, forked or leave, and many that share one socket."""
+"""How QUIC links end when ranks are killed, stopped, forked or leave; many links on one socket."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_stopped_rank_is_known_within_three_seconds() -> None:
 
 
 def forged_unreachable(source: tuple[str, int], target: tuple[str, int]) -> bytes:
-    """What `source` would get if nobody listened at `target`: ICMP type 3, code 3."""
+    """The packet that `source` would receive if no process listened at `target`: ICMP type 3, code 3."""
     addresses = socket.inet_aton(source[0]) + socket.inet_aton(target[0])
     inner = b"\x45\0\0\x24\0\0\0\0\x40\x11\0\0" + addresses
     inner += source[1].to_bytes(2, "big") + target[1].to_bytes(2, "big") + b"\0\x10\0\0" + bytes(8)
@@ -71,7 +71,7 @@ def forged_unreachable(source: tuple[str, int], target: tuple[str, int]) -> byte
 
 
 def test_forged_messages_that_a_port_is_closed_end_nothing() -> None:
-    """Not even while the rank is stopped for a second and answers nobody."""
+    """Not even while the rank is stopped for a second and acknowledges nothing."""
 
     def talk(backend: NativeBackend, pipe: Any) -> float:
         comm = Communicator.world(backend)
@@ -115,7 +115,7 @@ def test_a_long_message_survives_loss_and_the_senders_exit(make: Make) -> None:
 
 
 def test_a_message_that_is_on_its_way_survives_the_senders_exit() -> None:
-    """No kernel delivers after exit: a rank that leaves stays until everything is acknowledged."""
+    """No kernel delivers QUIC data after exit: a rank that leaves stays until everything is acknowledged."""
 
     def program(comm: Communicator) -> int:
         if comm.rank == 0:
@@ -152,7 +152,7 @@ def test_a_forked_child_neither_uses_nor_ends_the_parents_links() -> None:
 
 
 def test_many_ranks_send_long_messages_to_one() -> None:
-    """They share the buffer of one socket."""
+    """All messages arrive in the receive buffer of one socket."""
     size, nbytes = 9, 2 << 20
 
     def program(comm: Communicator) -> bool:

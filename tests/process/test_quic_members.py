@@ -1,7 +1,7 @@
-"""Members of a QUIC world that break the protocol, as test_native_threats.py has them for TCP.
+"""Peers in a QUIC world that break the protocol; test_native_threats.py has the same for TCP.
 
-A member has a certificate and says on its streams what a test wants (tests/native/quic_member.cpp).
-Every test ends with ranks that still work together.
+Such a peer has a certificate and sends arbitrary bytes on its streams (tests/native/quic_member.cpp). At the
+end of every test the other ranks still work together.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from unisono.errors import PeerLost, ProtocolError
 
 __all__ = ["make"]
 
-PATIENT = Config(silence_s=20.0)  # nobody is to be taken for dead because this machine is busy
+PATIENT = Config(silence_s=20.0)  # no rank may be declared dead because this machine is busy
 
 
 def nobodys(backend: NativeBackend) -> Card:
-    """A card for a member: who calls is not called, and its process is not known."""
+    """A card for a hostile peer, which opens its links itself, so that no address or process is needed."""
     return backend.card()._replace(pid=0)
 
 
 def first_and_last(make: Make, issuer: Issuer, size: int) -> list[NativeBackend]:
-    """Two ranks of a world whose others are members of the test's own."""
+    """The first and the last rank of a world whose other ranks are hostile peers."""
     first, last = made = make(size, only=(0, size - 1), config=PATIENT)
     cards = [first.card()] + [nobodys(first)] * (size - 2) + [last.card()]
     for rank in made:
@@ -89,7 +89,7 @@ def test_a_bomb_ends_its_link_and_takes_no_memory(make: Make) -> None:
     for rank, (name, (bomb, stream)) in enumerate(bombs.items(), 1):
         with QuicMember(first.card(), issuer.credentials(rank), rank, 0, size) as member:
             member.send(bomb, stream)
-            # It is told that it was given up, and why.
+            # The peer is told that its link was ended, and the reason.
             assert "broke the protocol" in member.ending(), name
             error = lost(first, rank)
             assert isinstance(error.__cause__, ProtocolError), (name, error)
@@ -115,7 +115,7 @@ def test_random_frames_of_a_member_hurt_nobody_else(make: Make) -> None:
                     kind,
                     flags=rng.choice((0, 0, 1, 255)),
                     header=rng.choice((0, 0, 3, 1024, 1025)),
-                    # Not the truth about others: that a rank may say what it saw is its right.
+                    # Reports about other ranks are left out: a peer may send them.
                     context=rng.choice((0, 1, 5, number)) if kind != DOWN else size + rng.randrange(9),
                     tag=rng.choice((0, number)) if kind != DOWN else 0,
                     nbytes=number if kind != DOWN else 0,
@@ -126,7 +126,7 @@ def test_random_frames_of_a_member_hurt_nobody_else(make: Make) -> None:
 
 
 def test_a_peer_that_queries_and_reads_nothing_is_dropped_and_takes_little_memory(make: Make) -> None:
-    """Each offer and its withdrawal are answered; a member that never reads would be answered for ever."""
+    """Each RTS and its withdrawal are answered; a peer that never reads would queue answers without bound."""
     issuer = Issuer(3)
     first, last = first_and_last(make, issuer, 3)
     before = memory_kib()
@@ -147,7 +147,7 @@ def test_a_peer_that_queries_and_reads_nothing_is_dropped_and_takes_little_memor
 
 @pytest.mark.parametrize("is_deaf", [True, False])
 def test_a_peer_that_takes_nothing_does_not_grow_the_senders_memory(make: Make, is_deaf: bool) -> None:
-    """It is held back by its credit, and known by its silence once it is stopped."""
+    """The sender stops at the peer's credit, and loses the peer by its silence once the peer is stopped."""
     issuer = Issuer(2)
     (first,) = make(2, only=(0,))
     first.connect([first.card(), nobodys(first)], issuer.credentials(0))

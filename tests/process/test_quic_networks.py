@@ -1,4 +1,4 @@
-"""QUIC links on networks that lose, damage, delay and move: no value changes."""
+"""QUIC links on networks that lose, damage and delay datagrams, or change addresses: no value changes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SILENT_WITHIN_S = 6.0  # twice the bound of docs/failure.md
 def test_bad_weather_and_a_changed_address_of_the_opener_change_no_value(
     make: Make, weather: Weather
 ) -> None:
-    """Rank 0 reaches rank 1 by a relay, which later sends from another port, as a forgetful router does."""
+    """Rank 0 reaches rank 1 through a relay, which changes its port, like NAT that lost its table."""
     with relay(7, weather) as between:
         ranks = over(between, make)
         for tag in range(1, 10):
@@ -71,7 +71,7 @@ def test_the_openers_address_changes_in_the_middle_of_a_message(make: Make) -> N
 
 
 def test_an_acceptor_that_moved_is_lost_and_the_cause_is_named(make: Make) -> None:
-    """QUIC lets only the opener move."""
+    """In QUIC only the opener may change its address."""
     with relay(9) as between:
         ranks = over(between, make)
         exchanged(*ranks)
@@ -88,7 +88,7 @@ def test_an_acceptor_that_moved_is_lost_and_the_cause_is_named(make: Make) -> No
 
 
 def test_a_system_that_cannot_cut_batches_gets_single_datagrams(make: Make) -> None:
-    """Without checksums on the socket Linux refuses a batch, as it does on some paths."""
+    """Linux refuses batches (UDP GSO) on a socket without checksums, as it also does on some paths."""
     one, other = make(2, Issuer(2), datagram_bytes=1452)
     for sock in udp_sockets():
         sock.setsockopt(socket.SOL_SOCKET, SO_NO_CHECK, 1)
@@ -118,7 +118,7 @@ def two_long_messages(backend: NativeBackend, _: Any) -> bool:
 
 
 def udp_sockets() -> Iterator[socket.socket]:
-    """The UDP sockets of this process, as further descriptors of them."""
+    """Duplicates of the descriptors of all UDP sockets of this process."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
@@ -135,7 +135,7 @@ def test_a_rank_bound_to_all_addresses_answers_from_the_one_that_was_called(make
     cards = [ranks[0].card()._replace(address="127.0.0.5"), ranks[1].card()]
     for rank in ranks:
         rank.connect(cards, issuer.credentials(rank.rank))
-    exchanged(ranks[1], ranks[0])  # rank 1 calls
+    exchanged(ranks[1], ranks[0])  # rank 1 opens the link
 
 
 def test_a_million_links_would_need_one_descriptor(make: Make) -> None:

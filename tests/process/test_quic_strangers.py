@@ -1,4 +1,4 @@
-"""What strangers find at a rank's QUIC port, and what a member finds who is not the one that was called."""
+"""Strangers at the QUIC port of a rank, and ranks that are reached at the address of another rank."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def test_garbage_at_the_port_changes_nothing(make: Make, seed: int) -> None:
                 data[1:5] = b"\0\0\0\1"
             stranger.sendto(data, (one.card().address, one.card().port))
         exchanged(one, other)
-        with pytest.raises(TimeoutError):  # nothing that it sent was worth an answer
+        with pytest.raises(TimeoutError):  # no datagram that was sent deserved a reply
             stranger.recv(2000)
 
 
 def initial(rng: random.Random, destination: bytes | None = None) -> bytes:
-    """The first datagram of a connection, which anybody can make: part of a TLS hello, with RFC 9001."""
+    """The first datagram of a connection: part of a TLS hello, encrypted as in RFC 9001, without a secret."""
     destination = rng.randbytes(8) if destination is None else destination
     secret = hmac.digest(bytes.fromhex("38762cf7f55934b34d179ae6a4c80cadccbb7f0a"), destination, "sha256")
 
@@ -98,17 +98,17 @@ def test_a_flood_of_first_datagrams_takes_bounded_memory_and_shuts_nobody_out(
             if number % 50 == 0:
                 time.sleep(0.001)
             if number == 5000:
-                exchanged(one, other)  # they connect in the middle of it
+                exchanged(one, other)  # the ranks connect during the flood
             with contextlib.suppress(BlockingIOError):
                 answer = stranger.recv(2000)
                 is_retry = answer[0] & 0xF0 == LONG_HEADER_RETRY
                 retries += is_retry
                 others_bytes += 0 if is_retry else len(answer)
-                assert not is_retry or len(answer) < 200  # shorter than what it answers
+                assert not is_retry or len(answer) < 200  # shorter than the datagram
         exchanged(one, other, 2)
         assert resident_bytes() - before < strangers.STRANGERS_MAX * (128 << 10)
-    # Few get an answer, of at most three times their bytes, before the others are asked to prove their
-    # address. What nobody can have meant gets none.
+    # A few datagrams get a reply of at most three times their bytes; the senders of the others are asked to
+    # prove their address. Malformed datagrams get no reply.
     assert others_bytes <= (STRANGERS_UNPROVEN_MAX * 3 * 3 * INITIAL_BYTES if is_sound else 0)
     assert (retries > 1000) == is_sound
 
@@ -143,7 +143,7 @@ def test_a_member_of_another_job_is_refused_and_named(make: Make, tmp_path: Path
 
 
 YEAR = datetime.timedelta(days=365)
-# Who calls as rank 1: its certificate, the name in it, and why it is refused.
+# Callers that claim to be rank 1: the certificate, the name in it, and the reason of the refusal.
 STRANGERS: dict[str, tuple[Callable[[Issuer], Credentials], tuple[int, int], str]] = {
     "another authority": (lambda _: Issuer(3).credentials(1), (1, INCARNATION), "not from this job's seed"),
     "expired": (lambda i: i.credentials(1, age=YEAR), (1, INCARNATION), "expired"),
@@ -166,7 +166,8 @@ def test_a_stranger_is_refused_and_named(make: Make, caplog: pytest.LogCaptureFi
     for member in (backends[0], backends[2]):
         member.connect(cards, issuer.credentials(member.rank))
     mine = shown(issuer)
-    # The stranger takes the name in its certificate for its own rank's, and believes the others.
+    # The stranger uses the name in its certificate as its own rank's name, and accepts the names of the
+    # others.
     names = [Name(JOB, r, INCARNATION).uri for r in range(3)]
     names[1], names[2] = Name(JOB, rank, incarnation).uri, "unisono://nobody" if rank == 2 else names[2]
     claimed = Credentials(names, mine.key_pem, mine.certificate_pem, issuer.credentials(1).authority_pem)
@@ -177,7 +178,7 @@ def test_a_stranger_is_refused_and_named(make: Make, caplog: pytest.LogCaptureFi
         while reason not in caplog.text:
             assert time.monotonic() < ends, caplog.text
             time.sleep(0.01)
-    # It may call again for a while, as after an acceptor that was crowded.
+    # It may retry for a while, because an acceptor may also have refused it for too many connections.
     assert not request.done or isinstance(request.error, PeerLost)
     assert "127.0.0.1" in caplog.text
     assert backends[0]._engine.refused() >= 1

@@ -1,4 +1,4 @@
-"""What calls leave behind: no memory, no credit, no entry of a table, however they end."""
+"""Calls leave nothing behind, however they end: no memory, no used credit, no table entry."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_result_lives_no_longer_than_its_receiver_keeps_it(kind: str) -> None:
 
 
 def grows(comm: uni.Communicator, rounds: int) -> int:
-    """How many bytes 2 GiB of started calls leave behind, in either direction."""
+    """The bytes by which a rank has grown after 2 GiB of started calls, in either direction."""
     agent = Agent(comm)
     agent.register("echo", lambda x: x)
     comm.barrier()
@@ -86,11 +86,11 @@ def grows(comm: uni.Communicator, rounds: int) -> int:
 
 @pytest.mark.parametrize("kind", LINKS)
 def test_large_started_calls_leave_no_memory_behind(kind: str) -> None:
-    """4 calls of 8 MiB at a time: what stays is a pool of a few such buffers, not 30 seconds of results."""
+    """4 calls of 8 MiB at a time: only a pool of a few such buffers remains, not 30 s of results."""
     assert max(run(kind, grows, 2, 60)) < 160 << 20
 
 
-# -- blobs that nobody receives --------------------------------------------------------------------------
+# -- blobs that are never received -----------------------------------------------------------------------
 
 
 def leaves_streams(comm: uni.Communicator, count: int) -> int:
@@ -108,7 +108,7 @@ def leaves_streams(comm: uni.Communicator, count: int) -> int:
     comm.barrier()
     if comm.rank == 0:
         for _ in range(count):
-            stream = agent.stream(1, "items", WINDOW - 4)  # it ends before its reader does
+            stream = agent.stream(1, "items", WINDOW - 4)  # the stream is closed before the generator ends
             assert next(stream)[0] == 0
             stream.close()
     comm.barrier()
@@ -152,7 +152,7 @@ def test_a_long_stream_of_large_items_keeps_no_record_of_them(kind: str) -> None
 
 
 def refuses_blobs(comm: uni.Communicator, nbytes: int) -> int:
-    """Rank 1 is closing: it refuses calls and notifications. Then messages have the credit of before."""
+    """Rank 1 is closing and refuses calls and notifications; the credit for messages comes back."""
     agent = Agent(comm)
     agent.register("take", len)
     comm.barrier()
@@ -186,7 +186,7 @@ def test_refused_calls_and_notifications_leave_no_blobs_behind(kind: str, nbytes
 
 
 def gives_up(comm: uni.Communicator, nbytes: int) -> int:
-    """Calls, answers and items that are cancelled or late: their blobs are received or withdrawn."""
+    """Calls, answers and items that are cancelled or expire: their blobs are received or withdrawn."""
     agent = Agent(comm)
     agent.register("echo", lambda x, s: (time.sleep(s), x)[1])
 
@@ -260,11 +260,11 @@ def test_an_exception_of_lone_surrogates_fails_only_its_own_call(kind: str) -> N
 
 
 class _Interrupt(Exception):
-    """What the signal handler raises."""
+    """The exception that the signal handler raises."""
 
 
 def is_interrupted(comm: uni.Communicator, rounds: int) -> int:
-    """Signals strike the leading main thread of rank 0, which also dispatches another thread's answers."""
+    """Signals interrupt the main thread of rank 0 while it reads frames for itself and for another thread."""
     agent = Agent(comm)
     agent.register("echo", lambda x: x, inline=True)
     agent.register("swap", lambda x: agent.call(0, "echo", x))
@@ -302,5 +302,5 @@ def is_interrupted(comm: uni.Communicator, rounds: int) -> int:
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_a_signal_does_not_lose_the_frames_of_other_threads(kind: str) -> None:
-    """A lost frame would be waited for during 30 s, and raise DeadlineExceeded in the other thread."""
+    """After a lost frame the other thread would wait 30 s for its answer and raise DeadlineExceeded."""
     assert run(kind, is_interrupted, 2, 300)[0] > 0

@@ -1,4 +1,4 @@
-"""Calls on bad days: ranks that die, stop or are slow, with calls under way; and many calls at once."""
+"""Calls to or from ranks that die, stop or are slow; and many calls at once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from unisono.simulation import Kill, Network, Pause, sleep
 
 pytestmark = pytest.mark.more
 
-# DESIGN 8, each at twice its figure: a dead rank, and a silent one.
+# Twice the bounds of DESIGN.md, section 8: for a dead rank, and for a silent rank.
 DEAD_S, SILENT_S = 2 * 0.5, 2 * 3.0
 
 
@@ -36,7 +36,7 @@ DEAD_S, SILENT_S = 2 * 0.5, 2 * 3.0
 
 
 def caller_and_callee(backend: NativeBackend, pipe: Connection) -> Any:
-    """Rank 0 calls rank 1, which never answers and says when it has begun."""
+    """Rank 0 calls rank 1, whose handler reports that it has begun and never returns."""
     comm = Communicator.world(backend)
     agent = Agent(comm)
     if comm.rank == 1:
@@ -111,7 +111,7 @@ def caller_is_killed(backend: NativeBackend, pipe: Connection) -> Any:
         agent.call(1, "wait")
     if comm.rank == 1:
         assert cancelled.wait(60)
-        return agent.call(2, "echo", 5)  # the others go on
+        return agent.call(2, "echo", 5)  # the other ranks go on
     pipe.recv()
     return None
 
@@ -172,7 +172,7 @@ def is_same(came: Any, sent: Any) -> bool:
 
 
 def crowd(comm: uni.Communicator, threads: int, calls: int) -> int:
-    """Threads of every rank call every other, nested, in every way, with any value, beside collectives."""
+    """Threads of all ranks call each other, nested, in every form, with any value, while collectives run."""
     agent = Agent(comm)
     notified = itertools.count()
 
@@ -196,7 +196,7 @@ def crowd(comm: uni.Communicator, threads: int, calls: int) -> int:
     sent = [0] * comm.size
 
     def call(draw: random.Random, i: int, x: Any) -> tuple[int, list[Any]]:
-        """Call in one of the ways; the rank that must have answered, and its answers."""
+        """Call in one of the forms; return the ranks that must have answered, and their answers."""
         hops = [draw.randrange(comm.size) for _ in range(draw.randrange(1, 4))]
         match draw.randrange(8):
             case 0:
@@ -241,7 +241,7 @@ def crowd(comm: uni.Communicator, threads: int, calls: int) -> int:
     assert not wrong, str(wrong[:3])[:2000]
     expected = int(comm.all_reduce(np.array(sent))[comm.rank])
     until = time.monotonic() + 60
-    while (count := next(notified)) < expected:  # each look counts, too
+    while (count := next(notified)) < expected:  # each query of the count is a call, too
         expected += 1
         assert time.monotonic() < until, f"{expected - count} notifications are missing"
         time.sleep(0.01)
@@ -260,7 +260,7 @@ def test_many_threads_call_each_other_beside_collectives(where):
 
 
 def test_running_handlers_are_bounded_and_other_calls_wait(ranks):
-    """A thousand calls at once, two slots: never more than two run, and each is answered."""
+    """A thousand calls for two slots: at most two handlers run at a time, and each call is answered."""
 
     def program(comm: uni.Communicator) -> Any:
         agent = Agent(comm, handlers=2)
@@ -336,7 +336,7 @@ def test_calls_that_are_nested_too_deep_are_refused_at_once():
 
 
 def beside_full_lane(comm: uni.Communicator) -> Any:
-    """Rank 1 never receives what rank 0 sends: short messages until they are held back, and a long one."""
+    """Rank 1 never receives the messages of rank 0: short ones that use up the credit, and a long one."""
     agent = Agent(comm)
     agent.register("double", lambda x: 2 * x)
     comm.barrier()
@@ -387,7 +387,7 @@ def beside_collectives(comm: uni.Communicator) -> Any:
     was_slow = not slow.done()
     agent.call(1 - comm.rank, "release")
     echoed = slow.wait()
-    comm.barrier()  # the other one's calls have ended, too
+    comm.barrier()  # the calls of the other rank have ended, too
     return echoed, was_slow, float(x[0])
 
 
@@ -448,7 +448,7 @@ def test_a_simulated_rank_that_pauses_answers_later():
     assert result.results[0] == [total, total, "DeadlineExceeded", total]
 
 
-# -- forgetting ------------------------------------------------------------------------------------------
+# -- agents that are never closed ------------------------------------------------------------------------
 
 
 def forgets(comm: uni.Communicator) -> int:
@@ -499,7 +499,7 @@ world.barrier()
 
 @pytest.mark.parametrize("text", [FORGETFUL, STUCK], ids=["one that sleeps", "hundreds that call"])
 def test_an_unclosed_agent_does_not_keep_a_process_alive(tmp_path, text):
-    """Neither at the end of the world nor of the interpreter, with handlers that never end."""
+    """Neither the end of the world nor that of the interpreter waits for handlers that never end."""
     program = tmp_path / "forgetful.py"
     program.write_text(text)
     ended = subprocess.run(

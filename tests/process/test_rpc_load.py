@@ -1,4 +1,4 @@
-"""Calls of every kind and size, and many of them at once: nothing is lost, mixed up, late or kept."""
+"""Calls of every kind and size, and many at once: no value is lost, mixed up, late or kept in memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ KINDS: dict[str, Callable[[int, int], Any]] = {
     "ints": lambda n, seed: [i + seed for i in range(n // 3)],
     "texts": lambda n, seed: {f"{i}": ["t" * 50, seed, None] for i in range(n // 60)},
 }
-# Around every threshold of the frame, of the eager protocol and of the links.
+# Lengths around every threshold of the frame, of the eager protocol and of the links.
 THRESHOLDS = (
     128,
     256,
@@ -122,7 +122,7 @@ def test_every_kind_arrives_in_virtual_time() -> None:
 
 
 def in_flight(comm: uni.Communicator, threads: int, flight: int, total: int) -> int:
-    """Threads of rank 0 keep calls under way to rank 1, or to all ranks if there are more."""
+    """Threads of rank 0 keep calls under way to rank 1, or to all other ranks if there are more."""
     agent = Agent(comm)
     agent.register("echo", lambda x, *rest: (x, comm.rank))
     comm.barrier()
@@ -169,12 +169,12 @@ def test_calls_under_way_are_all_answered_and_their_number_is_bounded(
     assert run(kind, in_flight, size, threads, flight // threads, total) == [threads * total] * size
 
 
-# Deadlines are kept within twice the figure, with every core busy.
+# Twice the documented lateness of a deadline, because every core is busy.
 LATE_S = 0.6
 
 
 def expire_among_many(comm: uni.Communicator) -> int:
-    """Some of 5,000 calls are not answered in time: they end in time, and the others are answered."""
+    """Some of 5,000 calls are never answered: they expire at their deadline, and the others are answered."""
     agent = Agent(comm, handlers=200)
     stuck = threading.Event()
     agent.register("double", lambda x: 2 * x)
@@ -206,7 +206,7 @@ def test_deadlines_are_kept_among_many_calls(kind: str) -> None:
 
 
 def busy_callee(comm: uni.Communicator, how: str) -> int:
-    """Rank 1's main thread does something else; its handlers run, and deadlines are kept."""
+    """The main thread of rank 1 computes; its handlers still run, and deadlines are kept."""
     agent = Agent(comm)
     over, stuck = threading.Event(), threading.Event()
     agent.register("double", lambda x: 2 * x)
@@ -247,7 +247,7 @@ def test_calls_are_served_while_the_main_thread_is_busy(kind: str, how: str) -> 
 
 
 def never_waits(comm: uni.Communicator, path: str) -> int:
-    """Rank 0 starts calls and then leaves the library alone until all of them have run."""
+    """Rank 0 starts calls and then makes no further call of the library until all handlers have run."""
     agent = Agent(comm)
     came: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Two jobs with the same bare variables, as real processes: one world at most; the others get the reason."""
+"""Two jobs with the same environment variables: at most one world forms; other processes get the reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.more
 
 PATIENCE_S = 60.0
 
-# It says each step, and waits for a line of standard input before the next: begin, then leave.
+# Prints each step, and waits for a line of standard input before the next: join the world, then leave.
 PROGRAM = """
 import sys
 import unisono as uni
@@ -41,7 +41,7 @@ except uni.RendezvousError as error:
 
 
 class Rank:
-    """One process of a job."""
+    """The process of one rank of a job."""
 
     def __init__(self, folder: Path, job: str, rank: int, timeout: float = PATIENCE_S) -> None:
         foreign = ("UNISONO_", "OMPI_", "SLURM_", "TORCHELASTIC_", "LOCAL_")
@@ -61,7 +61,7 @@ class Rank:
         return self.process.stdout.readline().strip()
 
     def begin(self) -> None:
-        """Join, once it is up."""
+        """Let the process join, once it has started."""
         assert self.said() == "up"
         self.go_on()
 
@@ -90,7 +90,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def test_a_rank_of_another_job_is_refused_while_a_job_lives(start: Start) -> None:
-    """Nothing tells the ranks of the two jobs apart: rank 1 of B joins A. The other two are refused."""
+    """The ranks of the two jobs look alike, so rank 1 of B joins A. The other two ranks are refused."""
     first, second = start("A", 0), start("B", 1)
     first.begin()
     second.begin()
@@ -116,7 +116,7 @@ def test_a_rank_of_another_job_is_refused_while_a_job_lives(start: Start) -> Non
 
 
 def test_a_rank_that_was_there_before_the_others_met_is_refused_at_once(start: Start) -> None:
-    """Its world cannot be the next one: it need not wait for its deadline."""
+    """The next world cannot be its own, so it need not wait for its deadline."""
     first, second, left = start("A", 0), start("B", 1), start("A", 1)
     assert left.said() == "up"
     first.begin()
@@ -136,7 +136,7 @@ def test_the_next_job_waits_for_a_rank_0_that_still_has_something_to_do(start: S
     first[1].ended()
     later = start("B", 1)
     later.begin()
-    until = time.monotonic() + 2.5  # longer than a rank 0 waits for the place of another
+    until = time.monotonic() + 2.5  # longer than a rank 0 waits while another process holds the place
     while time.monotonic() < until:
         assert later.process.poll() is None
         time.sleep(0.05)
@@ -151,7 +151,7 @@ def test_the_next_job_waits_for_a_rank_0_that_still_has_something_to_do(start: S
 
 
 def test_no_second_world_forms_of_what_a_short_one_has_left(start: Start) -> None:
-    """All four are started together; the first world is over before the other two ask."""
+    """All four ranks are started together; the first world has ended before the other two ranks ask."""
     first, second, *rest = start("A", 0), start("B", 1), start("B", 0), start("A", 1, timeout=1.0)
     for rank in (first, second):
         rank.begin()

@@ -1,4 +1,4 @@
-"""Worlds for tests of calls: every kind of backend that serves them."""
+"""Worlds for tests of remote calls, on every kind of backend that supports them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from tests.support.processes import Failed, run_processes
 from tests.support.ranks import run_ranks
 
-# A deadline that is never meant to pass: a wait that needs it is a failure.
+# A deadline that no test may reach: a wait that lasts this long is a failure.
 LONG_S = 60.0
 
 

@@ -1,4 +1,4 @@
-"""What a seed would give to the ranks of a world, for tests of links with TLS."""
+"""The credentials that a seed would give to the ranks of a world, for tests of links with TLS."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INCARNATION = 3
 
 
 class Issuer:
-    """An authority, and certificates of its ranks. All ranks of a world are of one incarnation here."""
+    """A certificate authority, and the certificates of its ranks, which all have the same incarnation."""
 
     def __init__(self, size: int, job: str = JOB) -> None:
         self.job = job
@@ -34,6 +34,6 @@ class Issuer:
 
 @functools.cache
 def credentials(size: int) -> list[Credentials]:
-    """Credentials for every rank of a world; every world of a size has the same."""
+    """Credentials for every rank of a world; all worlds of one size share them."""
     issuer = Issuer(size)
     return [issuer.credentials(rank) for rank in range(size)]

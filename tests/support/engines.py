@@ -1,6 +1,6 @@
 """A world of engines in this process, each with a communicator: native ranks on threads.
 
-Knows how they meet and that all leave in the end. Does not know what they do.
+Connects the ranks at the start and closes all of them at the end; the test decides what they run.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = ["NO_STALL", "MakeWorld", "World", "found", "outcome", "world"]
 
 World = list[Communicator]
 MakeWorld = Callable[..., World]
-# For tests that count the calls of the fast path. On a loaded machine no call may stall before it ends: then
-# Python would adopt it, and perhaps make the next.
+# For tests that count the calls of the fast path. A call that stalls on a loaded machine would be adopted by
+# Python, which might then also make the next call; with these settings no call counts as stalled.
 NO_STALL: Final = {"stall_query_s": 60.0, "deadlock_after_s": 0}
 
 
@@ -57,13 +57,13 @@ def world(tmp_path: Path) -> Iterator[MakeWorld]:
 
 
 def found(comms: World, program: Callable[[Communicator], Notes]) -> list[str]:
-    """What the ranks noted down as wrong."""
+    """All notes of the ranks about wrong results."""
     ended = run_each(program, list(comms)).values()
     return [f"rank {rank}: {note}" for rank, notes in enumerate(ended) for note in notes]
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """What the call gave, or the exception that ended it."""
+    """The result of the call, or the exception that ended it."""
     try:
         return call()
     except Exception as error:

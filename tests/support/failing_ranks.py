@@ -1,4 +1,4 @@
-"""In-process ranks that die at a given message, and random collectives with the right answers."""
+"""In-process ranks that die at a given message, and random collectives with their expected results."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = [
 
 HEARD_WITHIN_S = 1.0
 CTRL_C_WITHIN_S = 0.4
-# Short segments and little credit: many messages, many points at which to die.
+# Short segments and little credit: many messages, so a rank can die at many points.
 SMALL = Config(segment_bytes=256, eager_bytes=128, eager_credit_bytes=1024, window_segments=2)
 NAMED = {
     collective: [name for name, entry in entries.items() if not entry.needs_hosts]
@@ -54,14 +54,14 @@ NAMED = {
 
 
 def seeds(number: int, together: int) -> pytest.MarkDecorator:
-    """The first few seeds in `make test`; tests/simulation/test_random_deaths.py has more of them."""
+    """The first few seeds run in `make test`; tests/simulation/test_random_deaths.py runs more of them."""
     others = [pytest.param(first, marks=pytest.mark.more) for first in range(together, number, together)]
     return pytest.mark.parametrize("first", [0, *others])
 
 
 @pytest.fixture(scope="module", autouse=True)
 def metronome() -> Iterator[Metronome]:
-    """Beats through all the tests."""
+    """One metronome that runs during all tests of the module."""
     global _metronome
     _metronome = Metronome()
     yield _metronome
@@ -92,7 +92,7 @@ class Fragile(LocalBackend):
         return super().start_recv(*args, **how)
 
     def _begin(self) -> None:
-        with self._counting:  # any thread that brings a message may begin the next receive
+        with self._counting:  # any thread that delivers a message may begin the next receive
             self.begun += 1
             is_fatal = self.begun == self.fatal
         if is_fatal:
@@ -104,7 +104,7 @@ def fragile_worlds(size: int, fatal: dict[int, int], config: Config = SMALL) -> 
     backends = Fragile.create(size, config)
     worlds = [uni.Communicator.world(backend) for backend in backends]
     for rank, step in fatal.items():
-        # Counted from here: what a communicator does to begin is not part of the program.
+        # Counting starts here: messages that set up a communicator are not part of the program.
         backends[rank].fatal = backends[rank].begun + step  # type: ignore[attr-defined]
     return worlds
 
@@ -125,7 +125,7 @@ def is_in_time(begun: float, ended: float) -> bool:
 
 @contextmanager
 def heard_in_time() -> Iterator[None]:
-    """What happens inside ends soon."""
+    """Check that the block ends within `HEARD_WITHIN_S`."""
     begun = time.monotonic()
     yield
     assert is_in_time(begun, time.monotonic())
@@ -137,7 +137,7 @@ def ended_by(kind: type[UnisonoError], fn: Callable[[], Any]) -> Any:
     return caught.value
 
 
-# -- a program of random collectives, with the right answers -----------------------------------------------
+# -- a program of random collectives, with their expected results ------------------------------------------
 
 
 def ramp(count: int, rank: int, turn: int) -> np.ndarray[Any, Any]:
@@ -145,7 +145,7 @@ def ramp(count: int, rank: int, turn: int) -> np.ndarray[Any, Any]:
 
 
 def one_collective(comm: uni.Communicator, rng: random.Random, turn: int) -> None:
-    """A collective that all ranks choose alike, checked against NumPy."""
+    """A random collective, the same on all ranks, checked against NumPy."""
     size, rank = comm.size, comm.rank
     verb = rng.choice(list(NAMED))
     name = rng.choice(["auto", *NAMED[verb]])
@@ -188,7 +188,7 @@ def one_collective(comm: uni.Communicator, rng: random.Random, turn: int) -> Non
 
 
 def survive(comm: uni.Communicator, seed: int, turns: int = 400) -> tuple[float, UnisonoError] | None:
-    """Run collectives until one fails; when that was, and how."""
+    """Run collectives until one fails; return the time of the failure and the error."""
     rng = random.Random(seed)
     try:
         for turn in range(turns):
@@ -199,7 +199,7 @@ def survive(comm: uni.Communicator, seed: int, turns: int = 400) -> tuple[float,
 
 
 def survive_and_leave(comm: uni.Communicator, seed: int) -> tuple[float, UnisonoError]:
-    """The same in a block that the error leaves; also when it was over before this rank began."""
+    """The same inside `with comm`, which the error leaves; the first call may already find a dead rank."""
     heard: tuple[float, UnisonoError] | None = None
     try:
         with comm:
@@ -209,7 +209,7 @@ def survive_and_leave(comm: uni.Communicator, seed: int) -> tuple[float, Unisono
         return heard or (time.monotonic(), error)
 
 
-# -- a rank gives up --------------------------------------------------------------------------------------
+# -- a rank whose program raises --------------------------------------------------------------------------
 
 
 class Mishap(Exception):

@@ -1,4 +1,4 @@
-"""Ranks forked from a process that has imported everything; when one fails, the others end, too."""
+"""Ranks forked from a process that has imported everything; when one fails, the others are terminated."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["fork_ranks"]
 
 
 def fork_ranks(size: int, be_rank: Callable[[int], None]) -> list[int]:
-    """Run `be_rank(rank)` in forked processes: their exit codes, by rank.
+    """Run `be_rank(rank)` in forked processes; return their exit codes, by rank.
 
-    A rank whose function raises ends with 1. The others are ended then: they may wait for it.
+    A rank whose function raises exits with 1. The others are then terminated, because they may wait for it.
     """
     children = []
     for rank in range(size):
@@ -33,7 +33,7 @@ def fork_ranks(size: int, be_rank: Callable[[int], None]) -> list[int]:
 
 
 def _live(be_rank: Callable[[int], None], rank: int) -> None:
-    """The whole life of a rank."""
+    """Run one rank from fork to exit."""
     code = 1
     try:
         be_rank(rank)

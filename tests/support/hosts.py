@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces with a cable between them, and an ear at the cable."""
+"""Two hosts on one machine: network namespaces connected by a veth pair, and a packet capture on it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Hosts", "hosts"]
 
 _CLONE_NEWNET = 0x40000000
 
-# Whatever passes the interface, until standard input ends. Says when it listens.
+# Captures every packet of the interface until standard input ends. Prints a line once it captures.
 _EAR = """
 import select, socket, sys
 ear = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
@@ -42,18 +42,18 @@ class Hosts(tuple[str, str]):
     interfaces: tuple[str, str]
 
     def command(self, host: int, *words: str) -> list[str]:
-        """How to run a Python program on a host."""
+        """The command that runs a Python program on a host."""
         return ["ip", "netns", "exec", self[host], sys.executable, *words]
 
     def enter(self, host: int) -> None:
-        """Bring this process, or this thread, to a host."""
+        """Move this process, or this thread, to a host."""
         with open(f"/var/run/netns/{self[host]}") as space:
             if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), _CLONE_NEWNET) != 0:
                 raise OSError(ctypes.get_errno(), "setns")
 
     @contextlib.contextmanager
     def scissors(self) -> Iterator[Callable[[int, bool], None]]:
-        """Give `cut(host, is_cut)`: what the host sends is lost on its way, or arrives again, at once."""
+        """Yield `cut(host, is_cut)`: from then on packets that the host sends are lost, or arrive again."""
         with contextlib.ExitStack() as stack:
             tools, cards = [], []
             for name, interface in zip(self, self.interfaces, strict=True):
@@ -76,7 +76,7 @@ class Hosts(tuple[str, str]):
 
     @contextlib.contextmanager
     def heard(self, file: Path) -> Iterator[None]:
-        """Write all that crosses the cable into a file."""
+        """Write every packet between the hosts into a file."""
         command = self.command(0, "-c", _EAR, self.interfaces[0], str(file))
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as ear:
             assert ear.stdin is not None
@@ -91,7 +91,7 @@ class Hosts(tuple[str, str]):
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    """Two hosts, connected by a cable."""
+    """Two hosts, connected by a veth pair."""
     pair = Hosts((f"unisono-a-{os.getpid()}", f"unisono-b-{os.getpid()}"))
     pair.interfaces = (f"uni-a-{os.getpid()}"[:15], f"uni-b-{os.getpid()}"[:15])
 

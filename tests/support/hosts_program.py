@@ -1,7 +1,8 @@
 # ruff: noqa: T201 - a program
 """What ranks on two hosts do, for tests/process/test_two_hosts.py: every collective, checked against NumPy.
 
-`python hosts_program.py <folder>` leaves its secrets in the folder: the test looks for them on the cable.
+`python hosts_program.py <folder>` writes its secrets into the folder: the test searches the captured packets
+for them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def ramp(rank: int, *shape: int) -> np.ndarray[Any, Any]:
 
 
 def keep_secrets(folder: Path) -> None:
-    """Write down what must never be seen on the cable."""
+    """Write down the bytes that must never appear in the captured packets."""
     given = os.environ["UNISONO_JOIN"]
     if given.startswith("unisono1://"):
         (folder / "ticket").write_text(given)

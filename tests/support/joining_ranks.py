@@ -1,4 +1,4 @@
-"""A seed with real sockets, ranks that join it on threads, and strangers that speak its protocol."""
+"""A seed with real sockets, ranks that join it on threads, and unauthenticated clients of its protocol."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ VERSION = "1.0"
 
 
 class Ranks:
-    """Workers on threads, one per rank."""
+    """Ranks that join on threads, one thread per rank."""
 
     def __init__(self, ticket: Ticket, size: int) -> None:
         self._source = TicketSource(ticket.text())
@@ -104,7 +104,7 @@ def connected(seed: Seed) -> socket.socket:
 
 
 def is_hung_up(sock: socket.socket) -> bool:
-    """Wait until the seed ends the connection; whatever it says before is dropped."""
+    """Wait until the seed closes the connection; everything received before that is discarded."""
     try:
         while sock.recv(4096):
             pass
@@ -125,7 +125,7 @@ def secured(sock: socket.socket, **options: Any) -> ssl.SSLSocket:
 
 
 def proven(seed: Seed) -> tuple[socket.socket, Frames]:
-    """A connection that has proven the token, and says nothing yet."""
+    """A connection that has proven that it knows the token, and has sent no request yet."""
     sock = connected(seed)
     if not seed.ticket.is_plain:
         sock = secured(sock, alpn=protocol.ALPN)
@@ -187,7 +187,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-# -- entering (rank 0 hosts) -------------------------------------------------------------------------------
+# -- entering (rank 0 hosts the seed) ----------------------------------------------------------------------
 
 
 def enter_by(

@@ -1,7 +1,8 @@
 # ruff: noqa: T201 - a program
 """A program that spawns ranks, for process/test_spawn.py: `python launch_program.py <case>` prints JSON.
 
-It needs no engine: `enter` gives a rank its place and, if asked, a rendezvous with the others.
+It needs no engine: `enter` gives a rank its LaunchInfo and, with backend "meet", a rendezvous with the
+others.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def environment_of(place: LaunchInfo) -> dict[str, Any]:
 
 
 class Odd(Exception):
-    """Not a built-in exception."""
+    """An exception that is not built in."""
 
 
 def fail(place: LaunchInfo, kind: str) -> None:
@@ -113,7 +114,7 @@ def hang(place: LaunchInfo, who: int) -> None:
 
 
 def tell_pid(place: LaunchInfo, descriptor: int) -> None:
-    os.write(1, b"%d\n" % os.getpid())  # in one piece: the ranks share the pipe
+    os.write(1, b"%d\n" % os.getpid())  # one write: the ranks share the pipe
     threading.Event().wait()
 
 

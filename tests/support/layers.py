@@ -1,4 +1,4 @@
-"""The layers of the house, top to bottom, as one list: test_layers.py enforces it, ARCHITECTURE.md draws it.
+"""The layers of the code, top to bottom, as one list: test_layers.py enforces it, ARCHITECTURE.md draws it.
 
     python -m tests.support.layers
 
@@ -14,10 +14,10 @@ __all__ = ["LAYERS", "NATIVE_CALLBACKS", "NATIVE_LAYERS", "Layer", "native_pictu
 
 @dataclass(frozen=True)
 class Layer:
-    """Folders or modules that stand side by side: they import what stands below, and never one another.
+    """Folders or modules of one layer: they import from the layers below, and never one another.
 
-    `inside` are the modules of a single folder that has an order of its own, top to bottom. `exceptions` are
-    pairs of neighbours of which the first may import the second.
+    `inside` lists the modules of a single folder that has an order of its own, top to bottom. `exceptions`
+    lists pairs within the layer of which the first may import the second.
     """
 
     members: tuple[str, ...]
@@ -111,7 +111,7 @@ LAYERS = (
     Layer(("errors", "version", "_native"), "what everything may name"),
 )
 
-# The same for native/: folders top first. A file includes only what stands below.
+# The same for native/: folders, top first. A file includes only files of the layers below.
 NATIVE_LAYERS = {
     "python": "the Python module: calls, works, arguments, the codec, remote frames",
     "collective": "programs, their runs, fingerprints, the call log",
@@ -123,7 +123,7 @@ NATIVE_LAYERS = {
     "base": "system calls, lists, tables, memory",
     "kernels": "reductions",
 }
-# Sources that call back up: what a link reads goes to its peer, and the completion queue ends runs.
+# Sources that call upwards: a link hands what it reads to its peer, and the completion queue ends runs.
 NATIVE_CALLBACKS = {
     ("link/frame_parser.cpp", "messaging"),
     ("link/quic_link.cpp", "messaging"),

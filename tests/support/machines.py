@@ -17,7 +17,7 @@ from unisono.messaging.rendezvous import RECEIVE_TABLE, SEND_TABLE
 
 __all__ = ["MACHINES", "PYTHON_MACHINES", "page", "rows_in", "rows_of"]
 
-# What stands above each picture: the header, the table in it, the name and one sentence.
+# The text above each picture: the header, the table in it, the name and one sentence.
 MACHINES = (
     (
         "native/connect/handshake.hpp",

@@ -1,7 +1,7 @@
 """One table of cases for both matchers: `unisono/messaging/matching.py` and `native/messaging/matcher.hpp`.
 
-A case is a list of steps, `(verb, *words)`, and the answers of those that search. Receives and messages have
-names; (source, context, tag) follow in this order.
+A case is a list of steps, `(verb, *words)`, and the results of those steps that search. Receives and messages
+have names; (source, context, tag) follow in this order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Step: TypeAlias = tuple[Any, ...]
 
 COLLECTIVE = Tags.collective(3, 0)
 
-# Name -> steps and answers: of `receive` the first message that would match, of `offer` the first receive, of
+# Name -> steps and results: `receive` gives the first message that would match, `offer` the first receive,
 # `state` all posted receives in order of posting.
 CASES: dict[str, tuple[list[Step], list[str]]] = {
     "nothing is there": ([("receive", ANY, 0, ANY), ("offer", 1, 0, 5), ("state",)], ["-", "-", "empty"]),
@@ -63,7 +63,7 @@ CASES: dict[str, tuple[list[Step], list[str]]] = {
 
 
 def random_steps(seed: int, count: int) -> list[Step]:
-    """A long case without answers: few sources and tags, so that messages match; enough that tables grow."""
+    """A long case without results: few sources and tags, so that messages match; so long that tables grow."""
     rng, steps = random.Random(seed), list[Step]()
     posted: list[str] = []
     withdrawn: list[str] = []
@@ -100,7 +100,7 @@ def text_of(steps: list[Step]) -> str:
 
 
 def answers_in_python(steps: list[Step]) -> list[str]:
-    """What the Python matcher finds."""
+    """The results of the Python matcher."""
     matcher: Matcher[str] = Matcher()
     receives: dict[str, Posted] = {}
     messages: dict[str, UnexpectedMessage[str]] = {}

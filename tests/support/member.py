@@ -1,4 +1,4 @@
-"""A rank written in Python that sends whatever a test gives it: it knows the secret and the handshake."""
+"""A peer in Python that knows the secret and the handshake, and sends the bytes that a test gives it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CREDIT_BYTES = 256 * 1024
 
 
 def hello(rank: int, to: int, size: int, lane: int, **other: Any) -> bytes:
-    """The first message of a caller."""
+    """The first message of the side that opens the connection."""
     fields = {"magic": b"unisono\n", "version": 2, "medium": 1, "checksum": 0, **other}
     return HELLO.pack(
         fields["magic"],
@@ -44,7 +44,7 @@ def hello(rank: int, to: int, size: int, lane: int, **other: Any) -> bytes:
 
 
 def exactly(sock: socket.socket, count: int) -> bytes:
-    """Read `count` bytes, or fewer if the other side hangs up."""
+    """Read `count` bytes, or fewer if the other side closes the connection."""
     data = b""
     with contextlib.suppress(ConnectionError, ssl.SSLError):
         while len(data) < count and (piece := sock.recv(count - len(data))):
@@ -66,7 +66,7 @@ def greet(sock: socket.socket, secret: bytes, said: bytes) -> int | None:
 
 
 def context(shown: Credentials | None, *, is_server: bool = False) -> ssl.SSLContext:
-    """TLS as a rank speaks it, but without looking at the other side."""
+    """The TLS settings of a rank, but without verification of the peer's certificate."""
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
     made.check_hostname = False
     made.verify_mode = ssl.CERT_NONE
@@ -91,12 +91,12 @@ class Member:
             assert greet(sock, secret, hello(rank, to, size, lane)) == 0
 
     def send(self, data: bytes, lane: int = BULK) -> None:
-        """Say anything."""
+        """Send any bytes; a closed connection is not an error."""
         with contextlib.suppress(ConnectionError):
             self.lanes[lane].sendall(data)
 
     def is_dropped(self, lane: int = BULK) -> bool:
-        """Wait until the other side hangs up; False if it goes on talking for long."""
+        """Wait until the other side closes the connection; False if it still sends after 100 reads."""
         with contextlib.suppress(ConnectionError):
             return any(not self.lanes[lane].recv(1 << 16) for _ in range(100))
         return True

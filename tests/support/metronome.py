@@ -1,4 +1,4 @@
-"""Time limits on a busy machine: seconds in which the machine did not run the test do not count."""
+"""Time limits on a busy machine: time in which the machine did not run the test does not count."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Metronome", "stopwatch"]
 
 @contextmanager
 def stopwatch() -> Iterator[Callable[[], float]]:
-    """Give a function: the seconds since the block began, less those in which this process was not run."""
+    """Yield a function: the seconds since the block began, less those in which this process did not run."""
     metronome, begun = Metronome(), time.monotonic()
     try:
         yield lambda: float(metronome.fair_s(begun, time.monotonic()))
@@ -23,7 +23,7 @@ def stopwatch() -> Iterator[Callable[[], float]]:
 
 
 class Metronome(threading.Thread):
-    """Beats a hundred times a second; late beats show for how long the machine did not run this process."""
+    """Records the time every 10 ms; a late beat shows for how long the machine did not run this process."""
 
     PERIOD_S = 0.01
 
@@ -39,7 +39,7 @@ class Metronome(threading.Thread):
             self.beats.append(time.monotonic())
 
     def fair_s(self, begun, ended):  # type: ignore[no-untyped-def]
-        """The seconds between two points in time, less those in which this process was not run."""
+        """The seconds between two points in time, less those in which this process did not run."""
         while self.beats[-1] <= ended:
             time.sleep(self.PERIOD_S)
         beats = list(self.beats)

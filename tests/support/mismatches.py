@@ -1,7 +1,8 @@
 """Reports of a mismatch on a busy machine.
 
-A report names the ranks whose calls have come within a quarter of a second. If the machine leaves a rank
-without a core for longer, the ranks collide again; a report that is wrong in every turn fails the test.
+A report names the ranks whose calls have arrived within a quarter of a second. If the machine leaves a rank
+without a core for longer, the ranks make the different calls again; a report that is wrong in every turn
+fails the test.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from tests.support.metronome import Metronome
 __all__ = ["reported_in_time"]
 
 _TURNS = 3
-# Turns in which the machine did not run this process for 50 ms or more do not count; at most these in all.
+# A turn in which the machine did not run this process for 50 ms or more does not count; this many turns at
+# most.
 _TURNS_MAX = 10
 _STARVED_S = 0.05
 
 
 def reported_in_time(outcomes_of: Callable[[], list[Any]], check: Callable[[Any], object]) -> None:
-    """Let the ranks collide until `check`, which raises or returns False, holds for what each of them got."""
+    """Repeat the mismatch until `check` accepts every rank's outcome: it neither raises nor returns False."""
     counted = 0
     metronome = Metronome()
     try:

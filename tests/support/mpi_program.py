@@ -1,6 +1,6 @@
-"""What ranks under mpiexec do for conformance/test_mpi.py: `python -m tests.support.mpi_program cases`, say.
+"""Runs on ranks under mpiexec, for conformance/test_mpi.py: `python -m tests.support.mpi_program cases`.
 
-The last line that rank 0 prints says how it ended.
+The last line that rank 0 prints is the result.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WORLD = MPI.COMM_WORLD
 
 
 class MpiRankPool(RankPool):
-    """Ranks of mpiexec."""
+    """A pool of the ranks that mpiexec started."""
 
     rank = WORLD.rank
     kind = "mpi"
@@ -52,7 +52,7 @@ def fails(left: Any, right: Any) -> Any:
 
 
 def behaviour() -> dict[str, Any]:
-    """What `uni.init` brings, MPI's own collectives, a user's operation that fails, an end by exception."""
+    """`uni.init` under mpiexec, MPI's own collectives, a user's operation and a `with` block that raise."""
     said: dict[str, Any] = {}
     with uni.init(backend="mpi") as world:
         said["name"], said["size"] = world.backend.capabilities.name, world.size
@@ -73,7 +73,7 @@ def behaviour() -> dict[str, Any]:
 
 
 def own_or_not(world: Communicator) -> list[tuple[str, bool]]:
-    """Which collectives MPI solves by itself."""
+    """Which collectives are run by MPI's own functions."""
     seen: list[tuple[str, bool]] = []
     real = world.backend.run_collective
 
@@ -84,7 +84,7 @@ def own_or_not(world: Communicator) -> list[tuple[str, bool]]:
 
     world.backend.run_collective = spy  # type: ignore[method-assign]
     x = np.arange(500.0) + world.rank
-    start = world.start  # blocking calls go straight to MPI, and come here only if MPI cannot make them
+    start = world.start  # a blocking call goes straight to MPI, and comes here only if MPI cannot make it
     start.all_reduce(x.copy(), uni.op(lambda a, b: a + b, name="plus")).wait()
     start.scan(x).wait()
     start.all_reduce(x.copy(), "max").wait()
@@ -97,7 +97,7 @@ def own_or_not(world: Communicator) -> list[tuple[str, bool]]:
     world.all_reduce(x.astype(np.float16))
     world.all_reduce(x[:5].copy(), "max")
     world.barrier()
-    # A call that finds completions of earlier messages comes here, too, and MPI makes it.
+    # A call that finds completions of earlier messages also comes here; MPI makes this call, too.
     assert [each for each in seen if not each[1]] == [("all_reduce", False)] * 2, seen
     world.backend.run_collective = real  # type: ignore[method-assign]
     return seen_started
@@ -123,7 +123,7 @@ def known(world: Communicator) -> None:
             equal(world.all_to_all(rows), np.stack([x + 10 * world.rank for x in every]))
             equal(world.reduce_scatter(rows), sum(x + 10 * world.rank for x in every))
         world.barrier()
-    assert calls.ended > before  # how many depends on who was late
+    assert calls.ended > before  # the number depends on which rank was late
 
 
 def every_way(world: Communicator) -> None:
@@ -156,7 +156,7 @@ def every_way(world: Communicator) -> None:
         equal(world.all_gather(strided), np.stack(every))
         assert world.all_reduce(rank + turn) == sum(range(size)) + turn * size
         world.barrier(timeout=30)
-        assert calls.ended > before  # how many depends on who was late
+        assert calls.ended > before  # the number depends on which rank was late
 
 
 def shapes_differ(world: Communicator) -> None:

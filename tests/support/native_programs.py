@@ -11,7 +11,7 @@ from tests.support.system import skip_without
 
 __all__ = ["built"]
 
-# Its objects are linked, not compiled again.
+# The objects of the module are linked, not compiled again.
 BUILD = ROOT / ".venv/build/module"
 
 

@@ -1,4 +1,4 @@
-"""A network of one's own: loopback and nothing else, which may lose datagrams."""
+"""A private network namespace with a loopback interface only, which may lose datagrams."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ add rule inet lossy in meta l4proto udp numgen random mod 100 < PERCENT counter 
 
 
 class NoNetwork(Exception):
-    """This machine does not let us make one."""
+    """This machine does not permit a private network."""
 
 
 @contextlib.contextmanager
 def private_network(lost_percent: int = 0) -> Iterator[None]:
-    """Bring this thread, and the processes it starts, into a namespace that ends with the last of them.
+    """Move this thread, and the processes that it starts, into a namespace that ends with the last of them.
 
     Raises:
-        NoNetwork: it is not allowed here, or a tool is missing.
+        NoNetwork: this process may not make a namespace, or a tool is missing.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)

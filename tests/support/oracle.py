@@ -1,11 +1,11 @@
-"""The oracle: what every collective must give, computed by NumPy alone, and inputs that would show a mistake.
+"""The oracle: expected results of all collectives, computed by NumPy alone, and inputs that reveal mistakes.
 
-Knows element types, operations and the rounding that is promised. Does not know unisono's code: the tables
-are written down again from DESIGN.md, so that a mistake there is not repeated here.
+Knows element types, operations and the promised rounding. Does not import unisono's tables: they are written
+down again from DESIGN.md, so that a mistake in the code is not repeated here.
 
 Inputs differ by rank and by index. For reductions they are chosen so that every order of the operands gives
 the same bits (integers wrap; floats hold small whole numbers and powers of two), so results are compared
-exactly. Where the order matters, `canonical` says what the reproducible one gives.
+exactly. Where the order matters, `canonical` gives the result of the reproducible order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import unisono as uni
 
 Array = np.ndarray[Any, Any]
 
-# The ranks of a test ask for the same arrays at about the same time. Later nobody does, and they may be long.
+# The ranks of a test ask for the same arrays at about the same time, and never later; the arrays may be long.
 KEPT_MAX = 32
 
 BOOLS = ("bool",)
@@ -45,7 +45,7 @@ PREFIX_PAIRS = [(name, op) for name, op in PAIRS if op != "mean"]
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """The NumPy type of a name; bfloat16 from ml_dtypes."""
+    """The NumPy dtype with this name; bfloat16 is from ml_dtypes."""
     return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
@@ -53,13 +53,13 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 
 def rng(*seed: object) -> np.random.Generator:
-    """A generator that the same words always seed alike."""
+    """A random generator; equal words give equal seeds."""
     return np.random.default_rng([zlib.crc32(repr(part).encode()) for part in seed])
 
 
 @lru_cache(maxsize=KEPT_MAX)
 def moved(name: str, shape: Any, *seed: object) -> Array:
-    """Arbitrary bits, NaN with payloads included: what is only moved must arrive as it was. Read-only."""
+    """Arbitrary bits, NaN with payloads included: moved data must arrive unchanged. Read-only."""
     kind = dtype_of(name)
     count = int(np.prod(shape, dtype=np.int64))
     if name == "bool":
@@ -70,7 +70,7 @@ def moved(name: str, shape: Any, *seed: object) -> Array:
 
 @lru_cache(maxsize=KEPT_MAX)
 def operand(name: str, op: str, shape: Any, rank: int, size: int, *seed: object) -> Array:
-    """Rank's contribution to a reduction whose result does not depend on the operands' order. Read-only."""
+    """A rank's input to a reduction whose result does not depend on the operands' order. Read-only."""
     random = rng(name, op, rank, *seed)
     kind = dtype_of(name)
     count = int(np.prod(shape, dtype=np.int64))
@@ -80,10 +80,10 @@ def operand(name: str, op: str, shape: Any, rank: int, size: int, *seed: object)
         info = np.iinfo(kind)
         flat = random.integers(info.min, info.max, count, dtype=kind, endpoint=True)
         if op == "prod":
-            flat |= kind.type(1)  # odd numbers never multiply to 0
+            flat |= kind.type(1)  # a product of odd numbers is never 0
         if op in ("land", "lor", "lxor"):
             flat *= random.integers(0, 2, count).astype(kind)
-        if op in ("band", "bor"):  # of many random words every bit is 0 or 1: thin the others out
+        if op in ("band", "bor"):  # else over many ranks all bits are 0, or all are 1
             sparse = random.integers(info.min, info.max, count, dtype=kind, endpoint=True)
             flat = flat | sparse if op == "band" else flat & sparse
     else:
@@ -92,13 +92,13 @@ def operand(name: str, op: str, shape: Any, rank: int, size: int, *seed: object)
 
 
 def operands(name: str, op: str, shape: Any, size: int, *seed: object) -> list[Array]:
-    """Everyone's contribution."""
+    """The contributions of all ranks."""
     return [operand(name, op, shape, rank, size, *seed) for rank in range(size)]
 
 
 @lru_cache(maxsize=KEPT_MAX)
 def result(name: str, op: str, shape: Any, size: int, *seed: object) -> Array:
-    """What a reduction of `operands` gives."""
+    """The result of a reduction of `operands`."""
     return _frozen(reduced(op, operands(name, op, shape, size, *seed)))
 
 
@@ -116,7 +116,8 @@ def _exact(random: np.random.Generator, op: str, count: int, rank: int, size: in
     if op == "prod":
         exponents = random.integers(-1, 1, count, endpoint=True)
         if is_complex:
-            # No power of 2 + i lies on an axis, so no part is a zero whose sign would depend on the order.
+            # No power of 2 + i lies on an axis, so neither part is a zero, whose sign would depend on the
+            # order.
             turns = np.array([1, 1j, -1, -1j])[random.integers(0, 4, count)]
             return 2.0**exponents * turns * (2 + 1j)
         # One rank per index has a factor that is no power of two: a sum that leaves this rank out differs.
@@ -143,14 +144,15 @@ UFUNCS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def combined(op: str, left: Array, right: Array) -> Array:
-    """One step of a reduction with the rounding of the type: halves through float32."""
+    """One step of a reduction with the rounding of the type: 16-bit floats are computed in float32."""
     kind = left.dtype
     with np.errstate(all="ignore"):
         if kind.itemsize == 2 and kind.name in HALVES:
             wide: Array = np.asarray(UFUNCS[op](left.astype(np.float32), right.astype(np.float32)))
             return wide.astype(kind)
         if kind.kind == "c" and op == "prod":
-            # By parts: NumPy's own product fuses a multiplication and an addition where the CPU can.
+            # Real and imaginary parts separately: NumPy's own product uses fused multiply-add where the CPU
+            # has it.
             a, b, c, d = left.real, left.imag, right.real, right.imag
             parts = np.stack([a * c - b * d, a * d + b * c], axis=-1)
             return parts.view(kind).reshape(left.shape)
@@ -188,7 +190,8 @@ def _mean_of(op: str, xs: Sequence[Array], fold: Callable[[str, Sequence[Array]]
     total = fold("sum", wide)
     with np.errstate(all="ignore"):
         if total.dtype.kind == "c":
-            # By parts: NumPy's complex division multiplies by a rounded reciprocal.
+            # Real and imaginary parts separately: NumPy's complex division multiplies by a rounded
+            # reciprocal.
             parts = total.reshape(-1).view(total.real.dtype)
             parts /= parts.dtype.type(len(xs))
         else:
@@ -197,11 +200,11 @@ def _mean_of(op: str, xs: Sequence[Array], fold: Callable[[str, Sequence[Array]]
 
 
 def located(op: str, contributions: Sequence[Array]) -> Array:
-    """What maxloc and minloc give for rows (value, index): NaN wins, and of equal values the lower index."""
+    """The result of maxloc or minloc for rows (value, index): NaN wins; of equal values the lower index."""
     if len(contributions) == 1:
         return contributions[0].copy()
     rows = np.stack([x.reshape(-1, 2) for x in contributions])
-    exact = np.float64 if rows.dtype.name in FLOATS else object  # both hold every value
+    exact = np.float64 if rows.dtype.name in FLOATS else object  # both types hold every value
     values, indices = rows[..., 0].astype(exact), rows[..., 1].astype(exact)
     best = values.max(axis=0) if op == "maxloc" else values.min(axis=0)
     wins = (values == best) | ((values != values) & (best != best))
@@ -219,7 +222,7 @@ def canonical_fold(fn: Callable[[Array, Array], Array], xs: Sequence[Array]) -> 
 
 
 def identity(name: str, op: str) -> Any:
-    """What exscan gives rank 0."""
+    """The result of exscan on rank 0."""
     kind = dtype_of(name)
     if op in ("sum", "bor", "bxor", "lor", "lxor"):
         return kind.type(0)
@@ -236,17 +239,17 @@ def identity(name: str, op: str) -> Any:
 
 
 def prefix(op: str, contributions: Sequence[Array], rank: int, name: str, *, exclusive: bool) -> Array:
-    """What scan or exscan gives a rank."""
+    """The result of scan or exscan on a rank."""
     if exclusive and rank == 0:
         return np.full_like(contributions[0], identity(name, op))
     return reduced(op, contributions[: rank if exclusive else rank + 1])
 
 
-# -- memory of every kind ---------------------------------------------------------------------------------
+# -- arrays of every family -------------------------------------------------------------------------------
 
 
 def dressed(kind: str, array: Array) -> Any:
-    """The array as what a user may hold: a NumPy array, a torch tensor, or raw memory with a type."""
+    """The array in a form that a user may pass: a NumPy array, a torch tensor, or raw memory with a type."""
     if kind == "numpy":
         return array
     name = array.dtype.name
@@ -261,7 +264,7 @@ def dressed(kind: str, array: Array) -> Any:
 
 
 def undressed(x: Any) -> Array:
-    """Whatever a verb returned, as a NumPy array."""
+    """The result of a verb, in any of these forms, as a NumPy array."""
     if isinstance(x, uni.Typed):
         return x.data.view(dtype_of(x.dtype.name))
     if type(x).__module__ == "torch":
@@ -277,7 +280,7 @@ def undressed(x: Any) -> Array:
 
 
 class Notes(list[str]):
-    """What one rank found wrong. Collecting instead of raising keeps the ranks in step."""
+    """The wrong results that one rank found. Collecting them instead of raising keeps the ranks in step."""
 
     def expect(self, got: Any, want: Any, *label: object) -> None:
         """Note a difference in type, shape or any bit."""

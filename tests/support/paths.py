@@ -1,4 +1,4 @@
-"""Where things are in the repository."""
+"""Paths in the repository."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = TESTS.parent
 
 
 def file_of(noun: str) -> Path:
-    """The file of the tests that a table names by its noun: test_<noun>.py, in whichever folder it is."""
+    """The test file that a table names by its noun: test_<noun>.py, in any folder."""
     found = [*TESTS.rglob(f"test_acceptance_{noun}.py"), *TESTS.rglob(f"test_{noun}.py")]
     assert found, f"there is no test_{noun}.py"
     return found[0]

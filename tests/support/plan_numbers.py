@@ -1,4 +1,4 @@
-"""Bound plans run on numbers, one round at a time; it knows nothing of the verifier, and a NumPy oracle."""
+"""Runs bound plans on numbers, one round at a time, without the verifier; and a NumPy oracle for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Numbers:
         ]
 
     def run(self) -> list[np.ndarray]:
-        """The `out` of every rank."""
+        """Run all rounds; return the `out` of every rank."""
         for number in range(len(self.plans[0].rounds)):
             rounds = [_parts(plan.rounds[number]) for plan in self.plans]
             for rank, (before, _, _) in enumerate(rounds):
@@ -75,7 +75,7 @@ def _parts(steps: tuple[BoundStep, ...]) -> tuple[list[BoundStep], list[BoundSte
 
 
 def contributions(problem: Problem) -> list[np.ndarray]:
-    """What every rank gives: numbers that depend on rank and place, and whose sums are exact."""
+    """The input of every rank: numbers that depend on rank and index, and whose sums are exact."""
     size, counts = problem.size, problem.counts
     lengths = {
         "all_gather": counts,
@@ -89,7 +89,7 @@ def contributions(problem: Problem) -> list[np.ndarray]:
 
 
 def expected(problem: Problem, given: list[np.ndarray]) -> list[np.ndarray | None]:
-    """What every rank gets; None if it gets nothing."""
+    """The expected result of every rank; None for a rank without a result."""
     size, counts, root = problem.size, problem.counts, problem.root
     nothing: list[np.ndarray | None] = [None] * size
 

@@ -1,6 +1,6 @@
 """Ranks as processes, forked from the test.
 
-A forked child has the test's own functions and closures: the same cases run on threads and in processes.
+A forked child has the test's own functions and closures, so the same cases run on threads and in processes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
     "shm": lambda rank: {},
     "rings": lambda rank: {"direct_read": False},
     "tcp": lambda rank: {"shm": False},
-    "hosts": lambda rank: {"host": f"host {rank % 2}"},  # shared memory within, TCP with checksums between
+    "hosts": lambda rank: {"host": f"host {rank % 2}"},  # shared memory in a host, TCP with checksums between
     "tls": lambda rank: {"shm": False, "tls": True},
     "hosts tls": lambda rank: {"host": f"host {rank % 2}", "tls": True},
     "quic": lambda rank: {"shm": False, "quic": True},
@@ -59,7 +59,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass
 class Failed(Exception):
-    """A rank ended by an exception: its text, and the ranks it names."""
+    """A rank that ended with an exception: the exception's text, and the ranks that it names."""
 
     type_name: str
     text: str
@@ -79,13 +79,13 @@ class Failed(Exception):
         return Failed(type(error).__name__, str(error), text, tuple(ranks), _Raised.of(error))
 
     def error(self) -> BaseException:
-        """The exception itself, if it can leave its process."""
+        """The exception itself, if it can be sent to another process."""
         return self if self.original is None else self.original.again()
 
 
 @dataclass
 class _Raised:
-    """An exception on its way to another process: fields and cause, but no traceback."""
+    """An exception in the form in which it is sent to another process: fields and cause, but no traceback."""
 
     type_: type[BaseException]
     args: tuple[Any, ...]
@@ -99,7 +99,7 @@ class _Raised:
         made = _Raised(type(error), error.args, fields, cause)
         try:
             pickle.dumps(made)
-        except Exception:  # of a class inside a test, or with something unsendable in it
+        except Exception:  # its class is local to a test, or a field of it cannot be sent
             return None
         return made
 
@@ -111,7 +111,7 @@ class _Raised:
 
 
 class Ranks:
-    """The processes of one world. Each has a pipe to the test, on which it sends at last what it returned."""
+    """The processes of one world. Each has a pipe to the test; its last message is what it returned."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -131,8 +131,8 @@ class Ranks:
     ) -> None:
         """Fork the ranks: each calls `live(backend, pipe)` with a backend that is connected.
 
-        `links(rank)` is called in the rank itself and gives further settings of its backend, beside those of
-        `kind`. So is `bind(spec)`, which makes the bind of another backend.
+        `links(rank)` is called in the rank's own process and gives further settings of its backend, beside
+        those of `kind`. `bind(spec)`, which binds another backend, is also called there.
         """
         pairs = [mp.Pipe() for _ in range(size)]
         shown = [None] * size if {"tls", "quic"}.isdisjoint(KINDS[kind](0)) else credentials(size)
@@ -142,7 +142,7 @@ class Ranks:
 
         for rank in range(size):
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # threads of the test are not of the rank
+                warnings.simplefilter("ignore", DeprecationWarning)  # a rank uses no thread of the test
                 pid = os.fork()
             if pid == 0:
                 opened = partial(native_rank, self.folder, settings, shown[rank])
@@ -166,7 +166,7 @@ class Ranks:
         return said
 
     def result(self, rank: int, timeout: float = PATIENCE_S) -> Any:
-        """What a rank returned, or how it failed; its other messages are skipped."""
+        """The value that a rank returned, or its failure; other messages of the rank are skipped."""
         deadline = time.monotonic() + timeout
         while True:
             if not self.pipes[rank].poll(max(0.0, deadline - time.monotonic())):
@@ -181,12 +181,12 @@ class Ranks:
                 return said.value
 
     def stacks(self) -> str:
-        """Where every rank that lives is: the stacks of all its Python threads."""
+        """The stacks of all Python threads of every rank that is still alive."""
         for rank, pid in enumerate(self.pids):
             if rank not in self.codes:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGUSR2)
-        time.sleep(0.5)  # a signal has no answer
+        time.sleep(0.5)  # a signal is not acknowledged
         texts = []
         for rank in range(len(self.pids)):
             with contextlib.suppress(OSError), open(_stack_file(self.folder, rank)) as file:
@@ -197,7 +197,7 @@ class Ranks:
         os.kill(self.pids[rank], number)
 
     def code(self, rank: int, timeout: float = PATIENCE_S) -> int:
-        """Wait for a rank's end: its exit code, negative for a signal."""
+        """Wait until a rank ends; return its exit code, negative for a signal."""
         deadline = time.monotonic() + timeout
         while rank not in self.codes:
             pid, status = os.waitpid(self.pids[rank], os.WNOHANG)
@@ -209,7 +209,7 @@ class Ranks:
         return self.codes[rank]
 
     def end(self) -> None:
-        """Kill the ranks that still live."""
+        """Kill the ranks that are still alive."""
         for rank, pid in enumerate(self.pids):
             if rank not in self.codes:
                 os.kill(pid, signal.SIGKILL)
@@ -220,7 +220,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def forked(live: Callable[[Any, Connection], Any], size: int, **how: Any) -> Iterator[Ranks]:
-    """Ranks that end with the block."""
+    """Ranks that are killed at the end of the block if they are still alive."""
     folder = tempfile.mkdtemp(prefix="unisono-test-")  # mode 0700
     ranks = Ranks(folder)
     try:
@@ -239,7 +239,7 @@ def run_processes(
     config: Config | None = None,
     patience_s: float = PATIENCE_S,
 ) -> list[Any]:
-    """Run `fn(comm, *args)` on ranks of their own, inside `with comm`: what each returned, or a Failed."""
+    """Run `fn(comm, *args)` on new ranks, inside `with comm`; return the result of each, or a Failed."""
 
     def live(backend: Backend, pipe: Connection) -> Any:
         with Communicator.world(backend) as comm:
@@ -301,9 +301,10 @@ def _be_rank(
     pairs: list[tuple[Connection, Connection]],
     folder: str,
 ) -> None:
-    """The whole life of a forked rank. It never returns to the test."""
+    """Run a forked rank until it exits. Never returns to the test."""
     code = 0
-    # Garbage of earlier tests is the parent's: a finalizer here might wait for a thread that was not forked.
+    # Garbage of earlier tests belongs to the parent: a finalizer run here might wait for a thread that was
+    # not forked.
     gc.freeze()
     try:
         faulthandler.register(signal.SIGUSR2, open(_stack_file(folder, rank), "w"))  # noqa: SIM115

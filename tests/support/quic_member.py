@@ -1,4 +1,4 @@
-"""A rank of a QUIC world that says whatever a test wants: tests/native/quic_member.cpp, and who starts it."""
+"""Starts tests/native/quic_member.cpp: a peer in a QUIC world that sends the bytes that a test gives it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONTROL_STREAM, MESSAGES_STREAM, DATA_STREAM = 0, 1, 2  # native/link/quic_conne
 
 
 class QuicMember:
-    """A link from `rank` to the engine that a card names; a deaf one reads nothing."""
+    """A link from `rank` to the engine that a card names; with `is_deaf` the process never reads from it."""
 
     def __init__(
         self, card: Card, shown: Credentials, rank: int, to: int, size: int, *, is_deaf: bool = False
@@ -42,14 +42,14 @@ class QuicMember:
         assert said == b"linked\n", said
 
     def send(self, data: bytes, stream: int = MESSAGES_STREAM) -> None:
-        """Say anything, unless the link has ended."""
+        """Send any bytes; a link that has ended is not an error."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.write(struct.pack("<BI", stream, len(data)) + data)
             self.process.stdin.flush()
 
     def ending(self) -> str:
-        """Wait until the other side closes the connection: how it ended."""
+        """Wait until the other side closes the connection; return the reason."""
         assert self.process.stdout is not None
         said = self.process.stdout.readline().decode()
         assert said.startswith("closed: "), said

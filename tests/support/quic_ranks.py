@@ -1,4 +1,4 @@
-"""QUIC ranks in the test's own process, directly or with a relay between them."""
+"""QUIC ranks in the test's own process, linked directly or through a relay."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Make = Callable[..., list[NativeBackend]]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """`make(size, issuer, ranks)`: ranks over QUIC, connected if there is an issuer."""
+    """`make(size, issuer, ranks)`: ranks with QUIC links, connected if there is an issuer."""
     tmp_path.chmod(0o700)
     made: list[NativeBackend] = []
 
@@ -48,11 +48,12 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 def over(between: Relay, make: Make, **how: Any) -> list[NativeBackend]:
-    """Two ranks, of which the first reaches the second by a relay."""
+    """Two ranks, of which the first reaches the second through a relay."""
     issuer = Issuer(2)
     ranks = make(2, datagram_bytes=1452, **how)
     between.forward_to(ranks[1].card().port)
-    # As on other hosts: on this one a rank that the system does not schedule is not taken for dead.
+    # Without the pid the peer counts as one of another host: a peer on this host is not declared dead while
+    # the system does not schedule it.
     cards = [rank.card()._replace(pid=0) for rank in ranks]
     cards[1] = cards[1]._replace(port=between.port)
     for rank in ranks:
@@ -61,7 +62,7 @@ def over(between: Relay, make: Make, **how: Any) -> list[NativeBackend]:
 
 
 def settled(*requests: Request) -> None:
-    """Wait until all have ended, well or not."""
+    """Wait until all requests have ended, with or without an error."""
     ends = time.monotonic() + PATIENCE_S
     while not all(request.done for request in requests):
         assert time.monotonic() < ends, "it hangs"
@@ -69,7 +70,7 @@ def settled(*requests: Request) -> None:
 
 
 def exchanged(one: NativeBackend, other: NativeBackend, tag: int = 1) -> None:
-    """A message each way, of which one is long."""
+    """Send one message each way, of which one is long, and check what arrives."""
     data = (np.arange(300_001) * 7 + tag).astype(np.uint8)
     into = np.zeros_like(data)
     receive = other.start_recv(one.rank, 5, tag, memoryview(into))

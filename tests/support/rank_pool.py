@@ -1,6 +1,6 @@
 """A pool of ranks that run many tests in step, because starting ranks costs more than most tests take.
 
-Each test gets a world of its own, of as many of the ranks as it needs; the others wait for its end.
+Each test gets a new world of as many ranks as it needs; the other ranks wait until the test has ended.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class RankPool(ABC):
     """One process of the pool. All of them call the same methods in the same order."""
 
     rank: int
-    kind: str  # the name of its backend in test ids
+    kind: str  # name of the backend in test ids
 
     @abstractmethod
     def open_world(self, size: int, config: Config) -> Backend | None:
-        """Make a world of the first `size` ranks; None on the other ranks."""
+        """Make a world of the first `size` ranks; return None on the other ranks."""
 
     @abstractmethod
     def gather(self, value: Any) -> list[Any]:
-        """The value of every rank of the pool."""
+        """Gather the value of every rank of the pool."""
 
     def run_on(self, size: int, live: Callable[[Backend], Any], config: Config | None = None) -> list[Any]:
-        """Run `live(backend)` on the first `size` ranks: what each returned or raised, known to all."""
+        """Run `live(backend)` on the first `size` ranks; all ranks learn what each returned or raised."""
         result: Any = None
         try:
             backend = self.open_world(size, config or Config())
@@ -51,7 +51,7 @@ class RankPool(ABC):
         return self.gather(result)[:size]
 
     def cases(self) -> dict[str, str]:
-        """How each case of the conformance kit ended."""
+        """The outcome of each case of the conformance kit."""
         ended = {}
         for case in CASES:
             results = self.run_on(case.size, lambda backend, case=case: run_case(case, backend))
@@ -60,7 +60,7 @@ class RankPool(ABC):
         return ended
 
     def properties(self, examples: int) -> dict[str, str]:
-        """How each property of the communicator ended, with this number of examples each."""
+        """The outcome of each property of the communicator, with this number of examples each."""
 
         def run_here(
             fn: Callable[..., Any], size: int, *args: Any, kind: str, config: Config | None = None
@@ -107,13 +107,13 @@ class BindingRankPool(RankPool):
 
 @cache
 def ended_in_pool(kind: str, what: str, size: int) -> dict[str, str]:
-    """How the cases or the properties ended in a pool of this kind, each in a world of its own."""
+    """The outcome of each case or property in a pool of this kind; each runs in a new world."""
 
     def program(comm: Communicator) -> dict[str, str]:
         pool = BindingRankPool(kind, comm)
         return pool.cases() if what == "cases" else pool.properties(examples=2)
 
-    # Dozens of tests, one after the other: on a busy machine they take longer than any of them may.
+    # Dozens of tests run one after another: on a busy machine they exceed the time limit of a single test.
     ended = run_processes(program, size, kind=kind, patience_s=4 * PATIENCE_S)
     assert not [each for each in ended if isinstance(each, Failed)], ended
     return ended[0]

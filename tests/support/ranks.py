@@ -1,6 +1,6 @@
-"""Ranks for tests: `run_ranks` runs a function on ranks that are threads, or processes of their own.
+"""Ranks for tests: `run_ranks` runs a function on ranks that are threads or processes.
 
-An acceptance test that is marked `on_every_link` gets native ranks in processes, too: see conftest.py.
+An acceptance test that is marked `on_every_link` also runs on native ranks in processes: see conftest.py.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ __all__ = [
     "run_ranks",
 ]
 
-# The ranks of an acceptance test are threads, or processes with one of these kinds of links. A test runs
-# with all its parameters on threads, and with one of them in processes;
-# with --long with all of them on every kind.
+# The ranks of an acceptance test are threads, or processes with one of these kinds of links. A test runs with
+# all its parameters on threads, and with one of them in processes; with --long it runs with all of them on
+# every kind.
 IN_THREADS = "threads"
 ON_EVERY_LINK = ("shm", "tcp", "hosts", "tls", "hosts tls", "quic", "hosts quic")
 _links = IN_THREADS
 
-# Under `make sanitize` freed memory is kept for a while: what a process takes then says nothing about ours.
+# Under `make sanitize` freed memory is kept for a while, so the size of a process shows no leak of ours.
 IS_SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
 
-# Long enough for a loaded machine; every wait in a test ends by then, so that a hang is a failure.
+# Long enough for a loaded machine. Every wait in a test ends after this time, so that a hang is a failure.
 PATIENCE_S = 120
 
 
 class Ended(list[Any]):
-    """What each rank returned, or the exception that ended it."""
+    """The result of each rank, or the exception that ended it."""
 
     def values(self) -> list[Any]:
-        """The results; the first exception is raised."""
+        """The results; raises the first exception."""
         for result in self:
             if isinstance(result, BaseException):
                 raise result
@@ -60,7 +60,7 @@ class Ended(list[Any]):
 def run_ranks(fn: Callable[..., Any], n: int, *args: Any, config: Config | None = None) -> Ended:
     """Run `fn(comm, *args)` on n in-process ranks, one thread each, inside `with comm`.
 
-    In an acceptance test they may be native ranks, in processes of their own.
+    In an acceptance test they may be native ranks in processes.
     """
     if _links != IN_THREADS:
         ended = run_processes(fn, n, *args, kind=_links, config=config)
@@ -74,12 +74,12 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, config: Config | None 
 
 
 def reference_local(n: int, config: Config | None = None) -> list[uni.Communicator]:
-    """In-process ranks on the backend in Python: on the reference executor, and they can be killed."""
+    """In-process ranks on the Python backend, which uses the reference executor and can be killed."""
     return [uni.Communicator.world(backend) for backend in LocalBackend.create(n, config)]
 
 
 def run_each(fn: Callable[[Any], Any], ranks: list[Any]) -> Ended:
-    """Run `fn(rank)` on a thread per rank; how each ended. A thread that hangs is shown with its stack."""
+    """Run `fn(rank)` on a thread per rank; return all outcomes. If a thread hangs, fail with its stack."""
     ended = Ended([None] * len(ranks))
 
     def one(index: int) -> None:

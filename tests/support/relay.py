@@ -1,6 +1,6 @@
-"""A relay of datagrams between two ranks: it loses, doubles, delays, damages and replays some, and moves.
+"""A relay that loses, duplicates, delays, damages and replays datagrams, and can change its addresses.
 
-In a process of its own, so that the ranks' interpreters do not slow it down.
+The relay runs in its own process, so that the ranks' interpreters do not slow it down.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ __all__ = ["Relay", "Weather", "relay"]
 
 @dataclass
 class Weather:
-    """Shares of all datagrams in both directions."""
+    """Which share of the datagrams, in both directions, suffers each fault."""
 
     lost: float = 0.0
     doubled: float = 0.0
     late: float = 0.0
     flipped: float = 0.0  # one bit
-    replayed: float = 0.0  # an earlier one follows it
+    replayed: float = 0.0  # an earlier datagram follows it
 
 
 @dataclass
 class Relay:
-    """`port` is where the opener sends to."""
+    """The opener sends to `port`."""
 
     port: int
     _pipe: Connection
@@ -39,11 +39,11 @@ class Relay:
         self._pipe.send(port)
 
     def rebind(self) -> None:
-        """Give the opener another address at the acceptor."""
+        """Change the address of the opener as the acceptor sees it."""
         self._pipe.send("rebind")
 
     def move(self) -> None:
-        """Give the acceptor another address at the opener; the old one leads nowhere."""
+        """Change the address of the acceptor as the opener sees it; the old address no longer works."""
         self._pipe.send("move")
 
 
@@ -81,7 +81,7 @@ def _serve(entry: socket.socket, pipe: Connection, rng: random.Random, weather: 
         waiting, kept = kept, []
         if pipe in ready:
             if pipe.recv() == "move":
-                entry = _socket()  # the old one is closed
+                entry = _socket()  # the old socket is closed
             else:
                 exit_.close()
                 exit_ = _socket()

@@ -1,4 +1,4 @@
-"""Sums that show every bit: one program for all backends, whose results must be equal."""
+"""Sums that are compared bit by bit: one program, whose results must be equal on all backends."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from unisono.comm.communicator import Communicator
 
 __all__ = ["SUMS", "sums"]
 
-# Odd counts: sums of such numbers differ with every order of the operands.
+# Odd counts. The sums of the numbers differ with every order of the operands.
 _COUNTS = (1, 37, 9_001)
 _TYPES = ("float16", "float32", "float64", "complex64", "int32")
 SUMS = len(_COUNTS) * len(_TYPES) + 2
 
 
 def sums(comm: Communicator) -> list[str]:
-    """Digests of what a rank gets."""
+    """Digests of the results of a rank."""
     found = []
     for count in _COUNTS:
         for name in _TYPES:

@@ -1,4 +1,4 @@
-"""What some tests need of the system, a tool or a permission: without it a test is skipped and counted.
+"""Tools and permissions of the system that some tests need; without them a test is skipped and counted.
 
 With CI=true, which .ci/run sets after it has installed .ci/packages, a missing tool is a failure.
 """
@@ -39,7 +39,7 @@ def need_tools(*tools: str) -> None:
 
 
 def need_root(to: str) -> None:
-    """Skip this test unless root runs it; in CI fail. `to`: what only root can do."""
+    """Skip this test unless root runs it; in CI fail. `to` names what only root can do."""
     if os.geteuid() != 0:
         if os.environ.get("CI") == "true":
             pytest.fail(f"only root can {to}")
@@ -47,7 +47,7 @@ def need_root(to: str) -> None:
 
 
 def run_tool(*words: str) -> bytes:
-    """Run a tool of the system, which may need rights that we do not have; what it printed."""
+    """Run a tool of the system, which may need permissions that the test does not have; return its output."""
     need_tools(words[0])
     try:
         return subprocess.run(words, check=True, capture_output=True).stdout
@@ -56,11 +56,11 @@ def run_tool(*words: str) -> bytes:
 
 
 def skip_without(what: str, why: str) -> NoReturn:
-    """Skip this test, which needs something of the system that we cannot install."""
+    """Skip this test, which needs something of the system that cannot be installed."""
     pytest.skip(f"{_WANT}{what}: {why}")
 
 
 def skipped_by_need(reasons: list[str]) -> Counter[str]:
-    """How many of the skipped tests wanted each tool or permission."""
+    """The number of skipped tests for each tool or permission that they need."""
     wants = (reason.partition(_WANT)[2].partition(":")[0] for reason in reasons if _WANT in reason)
     return Counter(wants)

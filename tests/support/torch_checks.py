@@ -1,4 +1,4 @@
-"""Checks of a torch program: each runs on all ranks of one start, and either backend is the default group."""
+"""Checks of torch programs, all on ranks that are started once; either backend is the default group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unisono.comm.communicator import Communicator
 
 __all__ = ["RUNS", "Check", "run_checks"]
 
-# Backends and numbers of ranks: the first in `make test`, all in `make test-more`.
+# Backends and numbers of ranks: the first is for `make test`, the others are for `make test-more`.
 RUNS = [
     ("unisono", 2),
     pytest.param("unisono", 3, marks=pytest.mark.more),
@@ -30,9 +30,9 @@ Check = Callable[[Communicator], None]
 
 
 def run_checks(checks: Mapping[str, Check], size: int, backend: str) -> dict[str, str]:
-    """Run each check on all ranks, with `backend` as the default process group: "ok", or what went wrong.
+    """Run each check on all ranks, with `backend` as the default group; return "ok" or the failure of each.
 
-    A check gets a communicator of the same ranks beside it. Those after one that fails are not run.
+    A check also gets a communicator of the same ranks. After a check that fails no further check is run.
     """
 
     def program(comm: Communicator, folder: str) -> dict[str, str]:
@@ -60,5 +60,5 @@ def run_checks(checks: Mapping[str, Check], size: int, backend: str) -> dict[str
 
 
 def _together(ended: list[str]) -> str:
-    """What one check said on all ranks; the error that the others waited for is not always rank 0's."""
+    """The outcome of one check over all ranks; the first error is not always on rank 0."""
     return "ok" if set(ended) == {"ok"} else "\n".join(each for each in ended if each != "ok")

@@ -1,10 +1,10 @@
-"""A program of torch on the backend "unisono": begins groups in the ways that it is told, computes, and ends.
+"""A torch program on the backend "unisono": it makes process groups in the given ways, computes, and ends.
 
     python torch_program.py WAY ... [stay]
 
-WAY is `env` (torchrun, `unisono run` or MASTER_*), `file=PATH` or `tcp=HOST:PORT`, which are begun and ended
-three times in this process; or `beside`, a default group of Gloo's with groups of ours beside it, once. With
-`stay` the last group is left to the end of the process.
+WAY is `env` (torchrun, `unisono run` or MASTER_*), `file=PATH` or `tcp=HOST:PORT`, which are each made and
+destroyed three times in this process; or `beside`, a default group of Gloo with groups of ours beside it,
+made once. With `stay` the last group is not destroyed before the process ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["main"]
 
 
 def check(rank: int, size: int, group: dist.ProcessGroup | None = None) -> None:
-    """One sum whose every element tells the rank and the place."""
+    """One sum in which every element depends on rank and index."""
     x = torch.arange(1003, dtype=torch.float64) * (rank + 1) + rank
     dist.all_reduce(x, group=group)
     expected = torch.arange(1003, dtype=torch.float64) * (size * (size + 1) // 2) + size * (size - 1) // 2
@@ -28,7 +28,7 @@ def check(rank: int, size: int, group: dist.ProcessGroup | None = None) -> None:
 
 
 def begin_and_end(way: str, rank: int, size: int, time: int) -> None:
-    """Make the world in one way, and groups of it, and compute."""
+    """Make the world in one way, make groups of it, and compute."""
     kind, _, where = way.partition("=")
     if kind == "beside":
         dist.init_process_group("gloo")
@@ -47,20 +47,20 @@ def begin_and_end(way: str, rank: int, size: int, time: int) -> None:
     assert (dist.get_rank(), dist.get_world_size()) == (rank, size)
     check(rank, size)
     for first in range(size):
-        pair = [first, (first + 1) % size][:size]  # in this order, which need not be torch's
+        pair = [first, (first + 1) % size][:size]  # need not be torch's order of ranks
         group = dist.new_group(pair, sort_ranks=False)
         if rank in pair:
             check(pair.index(rank), len(pair), group)
 
 
 def main(rank: int, words: list[str], size: int) -> None:
-    """What a rank does; by these arguments torch.multiprocessing calls it, too."""
+    """The program of a rank; torch.multiprocessing also calls it, with these arguments."""
     ways = [(word, time) for word in words if word != "stay" for time in range(1 if word == "beside" else 3)]
     for number, (way, time) in enumerate(ways, 1):
         begin_and_end(way, rank, size, time)
         if number < len(ways) or "stay" not in words:
             dist.destroy_process_group()
-        # In one piece: the ranks may share a pipe, and Python be unbuffered.
+        # One write: the ranks may share a pipe, and Python may be unbuffered.
         os.write(1, f"{way.partition('=')[0]} {time} right {rank} of {size}\n".encode())
 
 

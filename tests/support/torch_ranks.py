@@ -1,4 +1,4 @@
-"""Ranks of torch.distributed that live through many checks: importing torch and meeting take seconds.
+"""Ranks of torch.distributed that run many checks, because importing torch and joining take seconds.
 
 The default group is ours; for the first 2, 3, ... ranks there is a group of ours and one of Gloo, the oracle.
 """
@@ -39,14 +39,14 @@ class Pair:
     size: int
 
     def same(self, run: Callable[[Any], Any]) -> Any:
-        """Run it on both; the results must be equal. Returns ours."""
+        """Run a function on both groups; the results must be equal. Return the result on ours."""
         expected, got = run(self.gloo), run(self.ours)
         assert_equal(got, expected)
         return got
 
 
 def assert_equal(got: Any, expected: Any) -> None:
-    """Compare tensors, and lists of them, bit by bit up to what the order of a sum changes."""
+    """Compare tensors, or lists of tensors: equal except for rounding, which depends on the order of sums."""
     if isinstance(expected, list | tuple):
         assert len(got) == len(expected)
         for one, other in zip(got, expected, strict=True):
@@ -66,13 +66,13 @@ def join_torch(rank: int, size: int, folder: str, backend: str = "unisono", name
 
 
 class TorchPool:
-    """The pool as a test sees it."""
+    """The test's side of the pool."""
 
     def __init__(self, pipes: list[Connection], stacks: Callable[[], str]) -> None:
         self._pipes, self._stacks = pipes, stacks
 
     def run(self, check: str, size: int) -> None:
-        """Run a check, by its name, on the first `size` ranks."""
+        """Run the check of this name on the first `size` ranks."""
         for pipe in self._pipes:
             pipe.send((check, size))
         said = []
@@ -85,7 +85,7 @@ class TorchPool:
 
 @contextlib.contextmanager
 def torch_pool(checks: dict[str, Callable[[Pair], None]], size: int) -> Iterator[TorchPool]:
-    """Ranks that run the checks; they end with the block."""
+    """Ranks that run the checks until the end of the block."""
     folder = tempfile.mkdtemp(prefix="unisono-torch-")
 
     def live(backend: Backend, pipe: Connection) -> None:

@@ -1,11 +1,12 @@
-"""torch's own DistributedTest, which comes with its wheel, on a backend of one's choice.
+"""torch's own DistributedTest, which is in torch's wheel, on a given backend.
 
     python -m tests.support.torch_suite BACKEND RESULTS [NAME...]
 
 torch starts new processes for each test. Here four ranks are forked once and run one test after another, each
-in a new process group. torch skips tests by the name of the backend: most know Gloo, those of all_to_all on
-CPUs only MPI. So the module is imported under BACKEND's own name, as for Gloo and as for MPI, and a test runs
-under the first name that does not skip it; whatever the name, `init_process_group` makes BACKEND.
+in a new process group. torch skips tests by the name of the backend: most tests run for Gloo, those of
+all_to_all on CPUs only for MPI. Therefore the module is imported three times, under BACKEND's own name, as
+for Gloo and as for MPI, and a test runs under the first name that does not skip it; under every name
+`init_process_group` makes BACKEND.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def main() -> None:
 
 
 def collected(backend: str, folder: str) -> dict[str, type[Any]]:
-    """By the name of each test: the class to run it of."""
-    stub = types.ModuleType("expecttest")  # torch takes only a base class from it
+    """The class from which each test is run, by the name of the test."""
+    stub = types.ModuleType("expecttest")  # torch uses it only for a base class
     stub.TestCase, stub.ACCEPT = unittest.TestCase, False  # type: ignore[attr-defined]
     sys.modules.setdefault("expecttest", stub)
     os.environ.update(WORLD_SIZE=str(RANKS), INIT_METHOD=f"file://{folder}/unused", TEMP_DIR=folder)
@@ -74,7 +75,7 @@ def collected(backend: str, folder: str) -> dict[str, type[Any]]:
         for test in unittest.TestLoader().getTestCaseNames(case):
             if test not in cases or is_skipped(cases[test], test):
                 cases[test] = case
-    # Read while tests run: as MPI, they do not insist on eight ranks.
+    # Read while tests run: under the name of MPI they do not require eight ranks.
     os.environ["BACKEND"] = "mpi"
     return cases
 
@@ -87,7 +88,7 @@ def is_skipped(case: type[Any], test: str) -> str | None:
 
 
 def be_rank(rank: int, backend: str, folder: Path, cases: dict[str, type[Any]], meeting: Any) -> None:
-    """What a forked rank does."""
+    """The program of a forked rank."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # tests print
     init = dist.init_process_group
 
@@ -108,10 +109,10 @@ def be_rank(rank: int, backend: str, folder: Path, cases: dict[str, type[Any]], 
 
 
 def run(rank: int, folder: Path, case: type[Any], test: str, meeting: Any) -> str:
-    """One test in a new process group: how it ended on this rank."""
+    """Run one test in a new process group; return its outcome on this rank."""
     module = case.module
     sys.modules[MODULE] = module  # its classes are pickled by name
-    os.environ.pop("TORCH_DISTRIBUTED_DEBUG", None)  # tests leave it as they like
+    os.environ.pop("TORCH_DISTRIBUTED_DEBUG", None)  # tests change it and do not restore it
     dist.set_debug_level_from_env()
     own = folder / test
     for name in ("barrier", "test_dir", "init_dir"):
@@ -136,7 +137,7 @@ def run(rank: int, folder: Path, case: type[Any], test: str, meeting: Any) -> st
         how = "passed"
     except unittest.SkipTest as why:
         how = f"skipped: {why}"
-    except SystemExit as exited:  # how torch skips while a test runs
+    except SystemExit as exited:  # with this exit torch skips a test that already runs
         how = next(
             (f"skipped: {s.message}" for s in module.TEST_SKIPS.values() if s.exit_code == exited.code),
             repr(exited),
@@ -151,7 +152,7 @@ def run(rank: int, folder: Path, case: type[Any], test: str, meeting: Any) -> st
 
 
 def verdict(ended: list[str]) -> str:
-    """How a test ended on all ranks: failed if it failed on any."""
+    """The outcome of a test over all ranks: failed if it failed on any rank."""
     others = [how for how in ended if how != "passed"]
     failed = [how for how in others if not how.startswith("skipped")]
     return (failed or others or ["passed"])[0]

@@ -2,8 +2,9 @@
 
     python -m tests.support.training_program SIZE RESULTS OURS PIECE...
 
-Everything is imported once; then the ranks are forked. For each piece, every rank tells how far its results
-are from Gloo's and from those of one process, or what was raised. The results are written to a file as JSON.
+Everything is imported once; then the ranks are forked. For each piece, every rank reports the distance of its
+results from Gloo's and from those of one process, or the exception. The reports are written to a file as
+JSON.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def main() -> None:
 
 
 def be_rank(rank: int, size: int, folder: Path, ours: str, names: list[str]) -> None:
-    """What a forked rank does."""
+    """The program of a forked rank."""
     faulthandler.enable()
     ended: dict[str, Any] = {}
     for name in names:
@@ -56,7 +57,7 @@ def be_rank(rank: int, size: int, folder: Path, ours: str, names: list[str]) -> 
 
 
 def end_of(piece: Piece, name: str, rank: int, size: int, folder: Path, ours: str) -> dict[str, Any]:
-    """How a piece ended on this rank."""
+    """The outcome of a piece on this rank."""
     try:
         got = run(piece, Job(rank, size, ours, folder / f"{name}.ours"))
         apart: dict[str, Any] = {}

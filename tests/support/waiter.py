@@ -1,4 +1,4 @@
-"""A thread that makes one call, such as a wait, and keeps what came of it."""
+"""A thread that makes one call, such as a wait, and keeps its result or exception."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Waiter"]
 
 
 class Waiter(threading.Thread):
-    """Calls a function on a thread of its own, from the start."""
+    """Calls a function on a new thread, as soon as it is constructed."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         super().__init__(daemon=True)
@@ -27,13 +27,13 @@ class Waiter(threading.Thread):
             self._ended = error
 
     def outcome(self) -> Any:
-        """What the call gave, or the exception that ended it."""
+        """The result of the call, or the exception that ended it."""
         self.join(PATIENCE_S)
         assert not self.is_alive(), "it waits for ever"
         return self._ended
 
     def result(self) -> Any:
-        """What the call gave; what it raised is raised."""
+        """The result of the call; raises what the call raised."""
         ended = self.outcome()
         if isinstance(ended, BaseException):
             raise ended

@@ -1,4 +1,4 @@
-"""Every collective of torch.distributed, beside Gloo: all element types, odd shapes, uneven lists."""
+"""Every collective of torch.distributed, compared with Gloo: all element types, odd shapes, uneven lists."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OPS = dist.ReduceOp
 
 
 def data(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Small numbers that differ by rank and place, whose sums and products are exact in every type."""
+    """Small numbers that differ by rank and index, and whose sums and products are exact in every type."""
     count = 1
     for length in shape:
         count *= length
@@ -136,7 +136,7 @@ def complex_numbers(pair: Pair) -> None:
         x = data(pair.rank, (5,), dtype) * (1 + 2j)
         dist.all_reduce(x, group=pair.ours)
         assert_equal(x, torch.stack(all_data(pair.size, (5,), dtype)).sum(0) * (1 + 2j))
-        # As C++ gives them, without a real view.
+        # Complex tensors as C++ passes them, without a real view.
         y = data(pair.rank, (5,), dtype) * 1j
         pair.ours.allreduce([y]).wait()
         assert_equal(y, torch.stack(all_data(pair.size, (5,), dtype)).sum(0) * 1j)
@@ -178,7 +178,7 @@ def operations_that_are_not_defined_are_refused_before_anything_is_sent(pair: Pa
 
 @check
 def bytes_are_never_added_up(pair: Pair) -> None:
-    """Types without arithmetic travel as bytes: every form that reduces refuses them."""
+    """Types without arithmetic are sent as bytes: every collective that reduces refuses them."""
     kind = torch.float8_e4m3fn
     whole, part = torch.ones(4 * pair.size).to(kind), torch.zeros(4).to(kind)
     uneven = [torch.ones(rank + 1).to(kind) for rank in range(pair.size)]
@@ -239,7 +239,7 @@ def reduce_scatter_in_all_forms(pair: Pair) -> None:
         return results
 
     pair.same(run)
-    stacked = torch.zeros(5)  # Gloo refuses this, and parts of different lengths
+    stacked = torch.zeros(5)  # Gloo refuses this case, and parts of different lengths
     dist.reduce_scatter_single(stacked, data(pair.rank, (pair.size, 5), torch.float32), group=pair.ours)
     whole = torch.stack(all_data(pair.size, (pair.size, 5), torch.float32)).sum(0)
     assert_equal(stacked, whole[pair.rank])
@@ -325,7 +325,7 @@ def all_gather_in_all_forms(pair: Pair) -> None:
         if work is not None:
             work.wait()
         assert_equal(stacked, torch.stack(all_data(pair.size, (3, 2), torch.float32)))
-        # Of different lengths, and as bytes, which Gloo refuses.
+        # Parts of different lengths, and bytes, both of which Gloo refuses.
         outs = [torch.zeros(k, 2).to(torch.float8_e5m2) for k in range(pair.size)]
         mine = data(pair.rank, (pair.rank, 2), torch.float32).to(torch.float8_e5m2)
         work = dist.all_gather(outs, mine, group=pair.ours, async_op=is_async)
@@ -349,7 +349,7 @@ class Copies(TorchDispatchMode):
 def results_that_lie_in_a_row_are_written_where_they_belong(pair: Pair) -> None:
     for length in (1, 7, 5003):
         expected = torch.cat(all_data(pair.size, (length,), torch.float32))
-        for is_own in (False, True):  # whether a rank gives its own part of the result
+        for is_own in (False, True):  # whether the input of a rank is its own part of the result
             for root in (None, 0, pair.size - 1):
                 whole = torch.zeros(pair.size * length)
                 parts = list(whole.chunk(pair.size))
@@ -387,7 +387,7 @@ def lists_that_lie_in_a_row_are_used_without_a_copy(pair: Pair) -> None:
         dist.all_gather(list(whole[2:].chunk(pair.size)), data(pair.rank, (3,), dtype), group=pair.ours)
         assert_equal(whole[2:], torch.cat(all_data(pair.size, (3,), dtype)))
         assert_equal(whole[:2], torch.zeros(2, dtype=dtype))
-        parts = list(whole[2:].chunk(pair.size))  # one of them is also given
+        parts = list(whole[2:].chunk(pair.size))  # one output is also the input
         dist.all_gather(parts, parts[pair.rank], group=pair.ours)
         assert_equal(whole[2:], torch.cat(all_data(pair.size, (3,), dtype)))
         given = data(pair.rank, (pair.size * 2,), dtype)
@@ -526,7 +526,7 @@ def tensors_that_need_gradients(pair: Pair) -> None:
 
 @check
 def scatter_into_a_chunk_of_its_own_list(pair: Pair) -> None:
-    for own in range(pair.size):  # the root's own chunk, or another one
+    for own in range(pair.size):  # the root's own chunk, or another chunk
         given = torch.arange(3.0 * pair.size)
         parts = list(given.chunk(pair.size))
         out = parts[own] if pair.rank == 0 else torch.zeros(3)
@@ -546,7 +546,7 @@ def inference_mode_reaches_what_is_copied_back(pair: Pair) -> None:
             dist.all_reduce(strided, group=pair.ours, async_op=True),
         ]
         futures = [work.get_future().then(lambda future: future.value()) for work in works]
-        for future in futures:  # the thread for callbacks has copied
+        for future in futures:  # the thread for callbacks has copied back
             future.wait()
         for work in works:
             work.wait()
@@ -612,7 +612,7 @@ def what_is_no_array_is_refused_in_words(pair: Pair) -> None:
     with pytest.raises(dist.DistBackendError, match=r"all_to_all at .*shape \(\); allowed"):
         dist.all_to_all_single(one.clone(), one, [1] * pair.size, [1] * pair.size, group=pair.ours)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch gives quantized tensors up
+        warnings.simplefilter("ignore")  # torch has deprecated quantized tensors
         quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
     with pytest.raises(dist.DistBackendError, match="quantized"):
         dist.broadcast(quantized, group=pair.ours, group_src=0)

@@ -22,7 +22,7 @@ from unisono.train import BFloat16, Compressor, Float16, Int8, RandomK, TopK
 
 CHECKS: dict[str, Check] = {}
 COMPRESSORS: tuple[Compressor, ...] = (TopK(0.05), RandomK(0.1), Float16(), BFloat16(), Int8())
-# Several buckets of the model below, in another arrangement after the first step.
+# Small enough that the model below has several buckets, which are arranged differently after the first step.
 SMALL_BUCKETS_MB = 0.003
 
 
@@ -63,7 +63,7 @@ def gradients(net: Any) -> Any:
 
 
 def residuals(state: CompressionState, net: Any) -> Any:
-    """Of all parameters, in the order of the model."""
+    """The residuals of all parameters, in the order of the model."""
     parts = {}
     for index, layout in state._layouts.items():
         cuts = np.cumsum([parameter.numel() for parameter in layout])[:-1]
@@ -83,7 +83,7 @@ def hooked(compressor: Compressor, net: Any, **how: Any) -> tuple[Any, Compressi
 
 @check
 def nothing_is_lost_over_many_steps_and_all_ranks_agree(comm: Communicator) -> None:
-    """The averaged gradients and the residuals are what the ranks put in, also across new buckets."""
+    """The averaged gradients plus the residuals equal the ranks' inputs, also when buckets change."""
     for compressor in COMPRESSORS:
         ddp, state = hooked(compressor, model())
         alone = copy.deepcopy(ddp.module)
@@ -106,7 +106,7 @@ def nothing_is_lost_over_many_steps_and_all_ranks_agree(comm: Communicator) -> N
 
 @check
 def training_goes_on_after_a_restart_as_if_there_had_been_none(comm: Communicator) -> None:
-    """A new DDP begins with other buckets than the old one ended with."""
+    """A new DDP begins with other buckets than those with which the old one ended."""
     for compressor in COMPRESSORS:
         ddp, state = hooked(compressor, model())
         for step in range(5):
@@ -125,7 +125,7 @@ def training_goes_on_after_a_restart_as_if_there_had_been_none(comm: Communicato
             got, put = got + gradients(again), put + comm.all_reduce(gradients(alone))
         left = comm.all_reduce(residuals(resumed, again.module))
         np.testing.assert_allclose(comm.size * got + left, put, atol=2e-5)
-        # Residuals of other buckets are never taken for those of these.
+        # Residuals of other buckets are never used for these buckets.
         _, careless = fresh = hooked(compressor, model())
         careless.feedback.load_state_dict(state.feedback.state_dict())
         with pytest.raises(uni.UsageError, match=r"state_dict\(model\)"):
@@ -169,7 +169,7 @@ def training_with_it_converges(comm: Communicator) -> None:
 
 @check
 def it_stands_beside_sync_batch_norm_and_no_sync(comm: Communicator) -> None:
-    """Both send on the same group during backward."""
+    """Both the hook and SyncBatchNorm send on the same group during backward."""
     ddp, state = hooked(Int8(), convert_sync_batchnorm(model(has_norm=True)))
     for step in range(4):
         ddp.zero_grad()

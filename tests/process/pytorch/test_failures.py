@@ -1,4 +1,4 @@
-"""What goes wrong in torch programs on ours: killed ranks, different calls, deadlines, endings."""
+"""Failures of torch programs on our backend: killed ranks, different calls, deadlines, endings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAMED_WITHIN_S = 2.0
 
 
 def run_torch(program: Callable[[int], Any], size: int, folder: Path, backend: str = "unisono") -> list[Any]:
-    """Run it on ranks of their own, inside a default group; what each returned."""
+    """Run a program on new ranks, inside a default group; return the result of each."""
 
     def live(own: Backend, pipe: Connection) -> Any:
         join_torch(own.rank, size, str(folder), backend)
@@ -54,7 +54,7 @@ def error_of(run: Callable[[], object]) -> str:
 
 
 def train(rank: int, pipe: Connection, *, is_hooked: bool = False) -> None:
-    """DDP, step after step; says when it has begun."""
+    """Train with DDP without end; report after six steps."""
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(
         torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)),
@@ -79,7 +79,7 @@ def reduce_again_and_again(rank: int, pipe: Connection) -> None:
 
 
 def train_sharded(rank: int, pipe: Connection) -> None:
-    """FSDP2."""
+    """Train with FSDP2."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
     mesh = init_device_mesh("cpu", (3,))
@@ -92,7 +92,7 @@ def train_sharded(rank: int, pipe: Connection) -> None:
 
 
 def train_in_stages(rank: int, pipe: Connection) -> None:
-    """A pipeline, in which rank 0 and the killed rank 2 never talk to each other."""
+    """Train as a pipeline, in which rank 0 and the killed rank 2 exchange no messages."""
     stage = PipelineStage(torch.nn.Linear(8, 8), rank, 3, torch.device("cpu"))
     schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=torch.nn.functional.mse_loss)
     for step in range(1_000_000):
@@ -132,7 +132,7 @@ def test_survivors_of_a_killed_rank_name_it(tmp_path: Path, program: Callable[[i
             raised_at, text = time.monotonic(), str(error)
         else:
             raise AssertionError("it ended")
-        # What the machine did not run this rank does not count.
+        # Time in which the machine did not run this rank does not count.
         seconds = float(metronome.fair_s(float(killed_at.read_text()), raised_at))
         metronome.is_over = True
         metronome.join()
@@ -147,7 +147,7 @@ def test_survivors_of_a_killed_rank_name_it(tmp_path: Path, program: Callable[[i
         ranks.signal(2, signal.SIGKILL)
         for rank in (0, 1):
             seconds, text = ranks.result(rank)
-            # A rank that ends by its error is gone, too.
+            # A rank that ends with its error is lost to the others, too.
             assert re.search(r"rank 2 is gone|ranks \d, 2 are gone", text), text
             assert seconds < NAMED_WITHIN_S
 
@@ -214,10 +214,10 @@ STEPS = (step_of_ddp, step_of_fsdp1, step_of_fsdp2)
 
 
 def test_a_step_of_training_against_another_call_is_named_with_both_lines(tmp_path: Path):
-    """One rank makes its third step, the other computes a metric."""
+    """One rank takes its third step while the other computes a metric."""
 
     def program(rank: int) -> dict[str, str]:
-        warnings.simplefilter("ignore", FutureWarning)  # FSDP 1 is of yesterday
+        warnings.simplefilter("ignore", FutureWarning)  # FSDP 1 is deprecated
         texts = {}
         for make in STEPS:
             group: Any = dist.new_group([0, 1])
@@ -231,7 +231,8 @@ def test_a_step_of_training_against_another_call_is_named_with_both_lines(tmp_pa
     for rank, texts in enumerate(run_torch(program, 2, tmp_path)):
         for name, text in texts.items():
             assert "all_reduce" in text, (name, text)
-            # This rank's line before the error, and both ranks' in it: that of the step, that of the metric.
+            # The error points at this rank's own line, and names the lines of both ranks: the step and the
+            # metric.
             lines = re.findall(r"test_failures.py:\d+", text)
             assert len(lines) == 3, (rank, name, text)
             assert len(set(lines)) == 2, (rank, name, text)
@@ -241,7 +242,7 @@ def ones(count: int) -> torch.Tensor:
     return torch.ones(count)
 
 
-# What ranks 0 and 1 do differently, by the number given; and what every error names, in either order.
+# The different calls of ranks 0 and 1, selected by number; and what every error names, in either order.
 MISMATCHES: dict[str, tuple[Callable[[Any, int], object], str]] = {
     "roots of broadcast": (lambda g, k: dist.broadcast(ones(5), k, group=g), "root"),
     "roots of reduce": (lambda g, k: dist.reduce(ones(5), k, group=g), "root"),
@@ -294,7 +295,7 @@ def test_whatever_ranks_do_differently_is_named_with_both_lines(tmp_path: Path):
     for texts in run_torch(program, 2, tmp_path):
         for name, (_, aspect) in MISMATCHES.items():
             assert f"{aspect}: " in texts[name], (name, texts[name])
-            # This rank's line before the error, and both ranks' in it.
+            # The error points at this rank's own line, and names the lines of both ranks.
             assert len(re.findall(r"test_failures.py:\d+", texts[name])) == 3, (name, texts[name])
 
 
@@ -305,7 +306,7 @@ def text_of(run: Callable[[], object]) -> str:
 
 
 def test_models_of_ddp_that_differ_are_named(tmp_path: Path):
-    """torch compares the parameters of rank 0 with each rank's own, through the group."""
+    """torch compares the parameters of rank 0 with those of every rank, through the group."""
 
     def program(rank: int) -> str:
         group: Any = dist.new_group([0, 1])
@@ -319,7 +320,7 @@ def test_models_of_ddp_that_differ_are_named(tmp_path: Path):
 
 @pytest.mark.parametrize("columns", [2, 30_001])
 def test_splits_that_do_not_fit_are_named(tmp_path: Path, columns: int):
-    """Rank 0 expects two rows of rank 1, which sends it one: in a message with the lengths, or after them."""
+    """Rank 0 expects two rows of rank 1, which sends one: in the message with the lengths, or after it."""
 
     def program(rank: int) -> str:
         taken = [1, 2] if rank == 0 else [1, 1]
@@ -337,7 +338,7 @@ def test_splits_that_do_not_fit_are_named(tmp_path: Path, columns: int):
 
 
 def test_sums_that_are_finished_in_different_ways_are_a_mismatch(tmp_path: Path):
-    """The mean of integers, a scaled sum and a sum are one sum in the engine, and three results."""
+    """For the engine a mean of integers, a scaled sum and a sum are the same sum; their results differ."""
 
     def program(rank: int) -> list[str]:
         ways = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist._make_nccl_premul_sum(0.5))

@@ -1,7 +1,7 @@
 """Every call of torch.distributed, by element type, memory layout and size, with Gloo as the oracle.
 
-Gloo knows few types and only plain memory, so it runs each call once with wide numbers: what it gives is
-compared with ours after a conversion, which is exact for the small numbers used here.
+Gloo supports few types and only contiguous memory, so it runs each call once with wide numbers. Its result is
+converted and compared with ours; the conversion is exact for the small numbers used here.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ INTEGERS = tuple(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bi
 NUMBERS = (*FLOATS, *INTEGERS, *COMPLEX)
 OTHERS = (torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
 
-# Rows of three elements: none, one, some, and more than a message that is sent at once.
+# Numbers of rows of three elements: none, one, some, and more than an eager message holds.
 ROWS = (0, 1, 7, 1021, 23_003)
 ROWS_QUICK = (0, 1, 7, 1021)
 COLUMNS = 3
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type of Gloo's numbers for it."""
+    """The type with which Gloo computes for this type."""
     if dtype.is_complex:
         return torch.complex128
     return torch.float64 if dtype.is_floating_point else torch.int64
 
 
 def numbers(rank: int, rows: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Small numbers that differ by rank and place; truth values for bool."""
+    """Small numbers that differ by rank and index; truth values for bool."""
     real = ((torch.arange(rows * COLUMNS) * 3 + rank * 5 + seed) % 4).reshape(rows, COLUMNS)
     if dtype is torch.bool:
         return (real % 2).to(torch.int64)
@@ -83,7 +83,7 @@ def strided_inferred(x: torch.Tensor) -> torch.Tensor:
         return strided(x)
 
 
-# By name: how a tensor lies in memory, and what surrounds the call.
+# By name: the memory layout of a tensor, and the context around the call.
 LAYOUTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[], Any]]] = {
     "plain": (plain, contextlib.nullcontext),
     "strided": (strided, contextlib.nullcontext),
@@ -101,7 +101,7 @@ LAYOUTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[], An
 
 @dataclass
 class Ask:
-    """One call: on which group, and of what."""
+    """One call: its group, type, layout and size."""
 
     group: Any
     rank: int
@@ -113,17 +113,17 @@ class Ask:
     is_async: bool
 
     def given(self, rows: int | None = None, seed: int = 0) -> torch.Tensor:
-        """This rank's numbers."""
+        """The input of this rank."""
         wide_ones = numbers(self.rank, self.rows if rows is None else rows, self.dtype, seed)
         return self.make(wide_ones.to(self.dtype))
 
     def empty(self, rows: int | None = None) -> torch.Tensor:
-        """Memory for a result."""
+        """An output tensor."""
         count = self.rows if rows is None else rows
         return self.make(torch.ones(count, COLUMNS, dtype=wide(self.dtype)).to(self.dtype))
 
     def run(self, call: Callable[..., Any], *args: Any, **named: Any) -> None:
-        """Call it, blocking or not."""
+        """Make the call, blocking or not."""
         with self.around():
             work = call(*args, **named, group=self.group, async_op=self.is_async)
             if work is not None:
@@ -131,7 +131,7 @@ class Ask:
 
     @property
     def op(self) -> Any:
-        """A sum, or what it means for truth values: Gloo has numbers."""
+        """The sum, or for truth values its equivalent: Gloo has only numbers."""
         is_stand_in = self.dtype is torch.int64 and self.make is stand_in
         return dist.ReduceOp.MAX if is_stand_in and self.is_truth else dist.ReduceOp.SUM
 
@@ -139,7 +139,7 @@ class Ask:
 
 
 def stand_in(x: torch.Tensor) -> torch.Tensor:
-    """The memory of Gloo's tensors."""
+    """An empty tensor of Gloo's type."""
     return x.clone()
 
 
@@ -296,7 +296,7 @@ def types_of(name: str) -> tuple[torch.dtype, ...]:
 
 
 def quick_cases(name: str) -> Iterator[tuple[torch.dtype, str, int]]:
-    """Every type in one layout and size, every layout in every size."""
+    """Every type in one layout and size, and every layout in every size."""
     turn = itertools.cycle(itertools.product(LAYOUTS, ROWS_QUICK[1:]))
     for dtype in types_of(name):
         yield dtype, *next(turn)
@@ -309,7 +309,7 @@ def all_cases(name: str) -> Iterator[tuple[torch.dtype, str, int]]:
 
 
 def compare(name: str, cases: Callable[[str], Iterator[tuple[torch.dtype, str, int]]], pair: Pair) -> None:
-    warnings.filterwarnings("ignore", "ComplexHalf")  # is experimental, torch says
+    warnings.filterwarnings("ignore", "ComplexHalf")  # torch warns that this is experimental
     expected: dict[Any, list[torch.Tensor]] = {}
     for number, (dtype, layout, rows) in enumerate(cases(name)):
         is_truth = dtype is torch.bool
@@ -332,7 +332,7 @@ def compare(name: str, cases: Callable[[str], Iterator[tuple[torch.dtype, str, i
 
 
 def truths(ask: Ask, rows: int | None = None, seed: int = 0) -> torch.Tensor:
-    """Truth values as Gloo's integers."""
+    """Convert Gloo's integers to truth values."""
     return numbers(ask.rank, ask.rows if rows is None else rows, torch.bool, seed)
 
 

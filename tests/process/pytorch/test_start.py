@@ -1,4 +1,4 @@
-"""How programs of torch begin on "unisono": found by torch, under every launcher, again and again."""
+"""How torch programs start on "unisono": found by torch, under every launcher, repeatedly in one process."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ UNISONO_RUN = [sys.executable, "-m", "unisono", "run"]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Ours, without what any launcher has set."""
+    """The environment of this process, without the variables of launchers."""
     foreign = ("TORCH", "UNISONO_", "RANK", "WORLD_SIZE", "MASTER_", "LOCAL_")
     ours = {name: text for name, text in os.environ.items() if not name.startswith(foreign)}
     return {**ours, "OMP_NUM_THREADS": "1", **more}
 
 
 def run(command: list[str], **more: str) -> tuple[str, str]:
-    """What it printed, once it has ended well."""
+    """Run a command that must succeed; return its output."""
     ended = subprocess.run(
         command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment(**more)
     )
@@ -44,7 +44,7 @@ def python(program: str, **more: str) -> str:
 
 
 def right(out: str, *ways: str, size: int = 2) -> bool:
-    """Whether every rank has said that every way was right, three times but beside Gloo."""
+    """Whether every rank has reported that every way worked: three times, or once beside Gloo."""
     said = sorted(line.partition("] ")[2] or line for line in out.splitlines())
     times = {way: 1 if way == "beside" else 3 for way in ways}
     return said == sorted(
@@ -74,7 +74,7 @@ dist.all_reduce(x)
 print(dist.get_backend(), dist.Backend.backend_list.count("unisono"), x.tolist())
 """
 
-# A module without its compiled part, as an install for another Python leaves it.
+# A package without its compiled module, as an installation for another Python leaves it.
 BROKEN = """
 import sys
 class Broken:
@@ -179,7 +179,7 @@ def test_processes_that_torch_spawns_meet_by_master_port_and_tcp() -> None:
 
 @pytest.mark.more
 def test_under_torchrun_on_several_hosts() -> None:
-    """Two agents with one rank each: for all that the ranks know, they are on two hosts."""
+    """Two agents of torchrun with one rank each, so that the ranks take themselves to be on two hosts."""
     place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
     command = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", *place, "--local-addr", "127.0.0.1"]
     with ThreadPoolExecutor(2) as pool:
@@ -234,7 +234,7 @@ def test_under_unisono_run_a_program_may_use_both(tmp_path: Path) -> None:
     assert sorted(out.splitlines()) == [f"[{rank}] [1, 3, 5, 7, 9] [0, 1, 2, 3, 4]" for rank in range(2)]
 
 
-# -- what may go wrong --------------------------------------------------------------------------------------
+# -- failures -----------------------------------------------------------------------------------------------
 
 ALONE = """
 import sys

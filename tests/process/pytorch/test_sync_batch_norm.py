@@ -1,4 +1,4 @@
-"""SyncBatchNorm: every rank has its part of a batch, and one process with the whole batch is the oracle."""
+"""SyncBatchNorm: every rank has a part of the batch, and one process with the whole batch is the oracle."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ended(backend: str, size: int) -> dict[str, str]:
 
 
 def batches(size: int, shape: tuple[int, ...], dtype: Any = torch.float64) -> list[Any]:
-    """Uneven parts of a batch, the same on every rank; that of the last rank is empty."""
+    """All parts of a batch, the same list on every rank. They are uneven; that of the last rank is empty."""
     made = torch.Generator().manual_seed(7)
     rows = [5, *(3 + rank for rank in range(1, size - 1)), 0]
     scale = torch.arange(1, shape[0] + 1).view(1, -1, *(1,) * (len(shape) - 1))
@@ -47,7 +47,7 @@ def weights(layer: Any) -> Any:
 
 
 def compare(comm: Communicator, shape: tuple[int, ...], **how: Any) -> None:
-    """Output, gradients and buffers after three steps, against a batch norm of the whole batch."""
+    """Compare output, gradients and buffers after three steps with a batch norm of the whole batch."""
     parts = batches(comm.size, shape)
     ours = weights(SyncBatchNorm(shape[0], dtype=torch.float64, **how))
     kind = {1: nn.BatchNorm1d, 2: nn.BatchNorm1d, 3: nn.BatchNorm2d, 4: nn.BatchNorm3d}[len(shape)]
@@ -95,7 +95,7 @@ def it_equals_one_process_with_every_option(comm: Communicator) -> None:
 
 @check
 def gradients_are_those_of_the_whole_batch(comm: Communicator) -> None:
-    """Numerically: the sum of a function of all outputs, when one input of one rank is moved."""
+    """Checked by finite differences: one input of one rank changes the sum of a function of all outputs."""
     layer = weights(SyncBatchNorm(2, dtype=torch.float64, track_running_stats=False))
     mine = batches(comm.size, (2,))[comm.rank].requires_grad_()
 
@@ -155,7 +155,7 @@ def half_precision_has_statistics_in_float32(comm: Communicator) -> None:
 
 @check
 def the_variance_of_a_large_mean_is_stable(comm: Communicator) -> None:
-    """By E[x^2] - E[x]^2 in float32 it would be wrong in every digit, or negative."""
+    """As E[x^2] - E[x]^2 in float32 the variance would be wrong in every digit, or negative."""
     noise = [
         torch.randn(400 + rank, 2, generator=torch.Generator().manual_seed(rank)) for rank in range(comm.size)
     ]

@@ -1,4 +1,4 @@
-"""torch's own tests of a backend (`DistributedTest`, from its wheel), four ranks, on ours."""
+"""torch's own tests of a backend (`DistributedTest`, from its wheel) on our backend with four ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.more, pytest.mark.timeout(900)]
 
-# torch 2.13.0: what Gloo runs and passes (`python -m tests.support.torch_suite gloo results.json`), without
-# the twelve tests of all_to_all on CPUs that torch has for MPI alone. Gloo would pass eight of them.
+# torch 2.13.0: the number of tests that Gloo passes (`python -m tests.support.torch_suite gloo
+# results.json`), without the twelve tests of all_to_all on CPUs, which torch runs only for MPI. Gloo would
+# pass eight of those.
 GLOO_PASSES = 115
 PASSES = GLOO_PASSES + 12
 
-# The tests that fail on ours, and why.
+# The tests that fail on our backend, and why.
 EXPECTED: dict[str, str] = {}
 
 

@@ -1,7 +1,7 @@
-"""Training with torch on our backend: the same results as on Gloo, and as in one process.
+"""Training with torch on our backend gives the same results as on Gloo, and as in one process.
 
-The ranks live on from piece to piece, because importing torch takes longer than most pieces. Two ranks have
-only one order of sums: there the bits are Gloo's.
+The same ranks run all pieces, because importing torch takes longer than most pieces. Two ranks have only one
+order of sums, so their results must equal Gloo's bit by bit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PATIENCE_S = 280
 
 @dataclass(frozen=True)
 class Piece:
-    """How far a result may be from one process's, and with 4 ranks from Gloo's. None: not defined."""
+    """The largest distance from the result of one process and, with 4 ranks, from Gloo's; None: not compared."""
 
     alone: float | None
     gloo: float | None = 2e-6
@@ -33,7 +33,8 @@ class Piece:
     is_quick: bool = True
 
 
-# Adam divides by the root of squared gradients: an error of 1e-8 in a small one is seen a hundredfold.
+# Adam divides by the root of squared gradients, which magnifies an error of 1e-8 in a small gradient a
+# hundredfold.
 ADAM = 2e-5
 
 PIECES = {
@@ -83,7 +84,7 @@ CASES = [
 
 @cache
 def ended(ranks: int, is_quick: bool) -> dict[str, Any]:
-    """How the pieces ended on so many ranks, by name, and which pieces there are."""
+    """The outcomes of all pieces on this number of ranks, by name, and the names of all pieces."""
     names = [name for name, piece in PIECES.items() if ranks in piece.ranks and (is_quick == piece.is_quick)]
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"

@@ -1,4 +1,4 @@
-"""Works, futures, messages and groups of torch.distributed on ours."""
+"""Works, futures, messages and groups of torch.distributed on our backend."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def callbacks_run_in_order_and_may_wait_for_collectives_of_the_group(pair: Pair)
         def callback(future: Any) -> torch.Tensor:
             (reduced,) = future.value()
             seen.append(number)
-            # Different lengths: collectives that met in another order would not fit.
+            # The lengths differ, so collectives that were matched in another order would fail.
             more = torch.full((number + 1,), float(reduced[0]))
             dist.all_reduce(more, group=pair.ours)
             started = dist.all_reduce(more, group=pair.ours, async_op=True)
@@ -88,11 +88,11 @@ def callbacks_run_in_order_and_may_wait_for_collectives_of_the_group(pair: Pair)
     for number in range(8):
         work = dist.all_reduce(ramp(pair.rank, 40 + number), group=pair.ours, async_op=True)
         future = work.get_future()
-        if (number + pair.rank) % 2:  # done already on some ranks, on others not
+        if (number + pair.rank) % 2:  # already done on some ranks, not on others
             work.wait()
         children.append(future.then(after(number)))
     between = [ramp(pair.rank, 900 + k) for k in range(8)]
-    for k, x in enumerate(between):  # beside the callbacks' own
+    for k, x in enumerate(between):  # at the same time as those of the callbacks
         dist.all_reduce(x, group=pair.ours)
         assert_equal(x, summed(pair.size, 900 + k))
     first = float(summed(pair.size)[0])
@@ -237,7 +237,7 @@ def an_error_in_a_hooks_callback_leaves_backward_as_itself(pair: Pair) -> None:
 
         return dist.all_reduce(bucket.buffer(), group=pair.ours, async_op=True).get_future().then(fail)
 
-    hook.__annotations__ = {}  # which torch would read
+    hook.__annotations__ = {}  # torch does not resolve annotations that are strings
     ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 3), process_group=pair.ours)
     ddp.register_comm_hook(None, hook)
     with pytest.raises(OfTheUser, match=f"^of rank {pair.rank}$") as raised:
@@ -260,7 +260,7 @@ def messages_of_every_type_by_tag(pair: Pair) -> None:
             x = torch.zeros(9).to(dtype)
             dist.recv(x, group=pair.ours, group_src=0, tag=tag)
             assert_equal(x.to(torch.complex64), ramp(pair.rank, 9).to(dtype).to(torch.complex64))
-    # In another order of tags than they were sent, and long ones.
+    # Messages received in another order of tags than that in which they were sent, and long messages.
     if pair.rank == 0:
         works = [dist.isend(ramp(t, 70_001), group=pair.ours, group_dst=1, tag=t) for t in (1, 2, 3)]
         for work in works:
@@ -278,7 +278,7 @@ def a_message_from_anyone_tells_its_source(pair: Pair) -> None:
         sources = []
         for _ in range(1, pair.size):
             x = torch.zeros(2)
-            # Through the group: torch's own receive takes any source on the default group only.
+            # Called on the group itself: torch's own receive accepts any source on the default group only.
             work = pair.ours.recv_anysource([x], 5)
             work.wait()
             assert work.source_rank() == work._source_rank()
@@ -332,7 +332,7 @@ def a_message_of_another_length_is_refused(pair: Pair) -> None:
         dist.recv(torch.zeros(5), group=pair.ours, group_src=0, tag=12)
 
 
-# -- what could be forgotten --------------------------------------------------------------------------------
+# -- callbacks and references -------------------------------------------------------------------------------
 
 
 @check
@@ -375,7 +375,7 @@ def a_work_and_its_future_are_dropped_with_their_last_owner(pair: Pair) -> None:
         dist.barrier(group=pair.ours)
         work.wait()
         del work, x
-        last = dist.barrier(group=pair.ours, async_op=True)  # the thread for callbacks lets go of what it ran
+        last = dist.barrier(group=pair.ours, async_op=True)  # the thread for callbacks drops its reference
         last.get_future().then(lambda _: None).wait()
         assert kept() is None
     finally:
@@ -446,7 +446,7 @@ def groups_in_any_order_and_again_and_again(pair: Pair) -> None:
 @check
 def members_alone_make_a_group(pair: Pair) -> None:
     if pair.rank >= 2:
-        return  # the others do not know of it
+        return  # other ranks do not take part
     for number in range(2):
         group = dist.new_group([0, 1], use_local_synchronization=True)
         x = ramp(pair.rank, 7 + number)

@@ -1,4 +1,4 @@
-"""Distributed checkpoints, loaded by as many ranks as saved them or not, or on Gloo; forked workers."""
+"""Distributed checkpoints, loaded by the same or another number of ranks, or on Gloo; forked data loaders."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def load(folder: str, job: Job) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 @piece()
 def checkpoint(job: Job) -> Tensors:
-    """Training that is saved, loaded and continued is the same as training that was not interrupted."""
+    """Training that is saved, loaded and continued gives the weights of uninterrupted training."""
     model, optimizer = made(job)
     steps(model, optimizer, 0, job)
     folder = str(job.folder / "saved")
@@ -58,7 +58,7 @@ def checkpoint(job: Job) -> Tensors:
 
 @piece()
 def checkpoint_async(job: Job) -> Tensors:
-    """Saved by a thread, through a group of its own, while training goes on."""
+    """A thread saves through a separate group while training goes on."""
     model, optimizer = made(job)
     steps(model, optimizer, 0, job)
     before = whole(model)
@@ -76,7 +76,7 @@ def checkpoint_async(job: Job) -> Tensors:
 
 @piece(makes_worlds=True)
 def checkpoint_of_another_size(job: Job) -> Tensors:
-    """All ranks save; a world of fewer ranks loads the same bits."""
+    """All ranks save; a world of fewer ranks loads exactly the same values."""
     folder = str(job.folder / "saved")
     saved: Tensors = {}
     with job.world() as all_ranks:
@@ -96,7 +96,7 @@ def checkpoint_of_another_size(job: Job) -> Tensors:
 
 @piece(makes_worlds=True)
 def checkpoint_of_fewer_ranks(job: Job) -> Tensors:
-    """Half of the ranks save; all of them load the same bits."""
+    """Half of the ranks save; all of them load exactly the same values."""
     folder = str(job.folder / "saved")
     with job.world(job.size // 2) as some:
         if some is not None:
@@ -115,7 +115,7 @@ def checkpoint_of_fewer_ranks(job: Job) -> Tensors:
 
 @piece(makes_worlds=True)
 def checkpoint_of_another_backend(job: Job) -> Tensors:
-    """Saved on one backend, loaded on the other: ours on Gloo, Gloo's on ours."""
+    """A checkpoint saved on our backend is loaded on Gloo, and one saved on Gloo is loaded on ours."""
     folder = str(job.folder / "saved")
     with job.world() as here:
         assert here is not None
@@ -150,7 +150,7 @@ def squares_alone(size: int) -> Tensors:
 
 @piece(alone=squares_alone)
 def forked_workers(job: Job) -> Tensors:
-    """Workers are forked beside the engine's threads, twice, and collectives go on meanwhile."""
+    """Data-loading workers are forked twice while the engine's threads run and collectives go on."""
     sampler = DistributedSampler(Squares(), shuffle=True, seed=3)
     loader = DataLoader(
         Squares(), batch_size=5, sampler=sampler, num_workers=2, multiprocessing_context="fork"

@@ -1,4 +1,4 @@
-"""DistributedDataParallel, its options and hooks, and the optimizers and averagers that come with it."""
+"""DistributedDataParallel, its options and hooks, and torch's optimizers and averagers for it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
 
 @piece(alone=train_alone())
 def ddp_overlaps(job: Job) -> Tensors:
-    """The first bucket's sum ends while backward is still at work and nobody waits for the sum."""
+    """The sum of the first bucket ends while backward still runs and no thread waits for the sum."""
     model = DDP(network(), bucket_cap_mb=SMALL_BUCKETS_MB)
     futures: list[torch.futures.Future[Any]] = []
 
@@ -50,7 +50,8 @@ def ddp_overlaps(job: Job) -> Tensors:
 
     model.module[0].bias.register_hook(at_the_first_layer)
     train(job, model)
-    # The buckets of the first step are those of the parameters' order; afterwards that of their gradients.
+    # In the first step the buckets follow the order of the parameters, afterwards the order of their
+    # gradients.
     assert overlapped >= STEPS - 1, overlapped
     return named(model.module)
 
@@ -105,7 +106,7 @@ def ddp_no_sync(job: Job) -> Tensors:
 
 
 def joined_loss(model: nn.Module, step: int, rank: int) -> Tensor:
-    """Rank r has r batches more than rank 0; one that has joined adds zeros."""
+    """Rank r has r batches more than rank 0; a rank that has joined adds zeros."""
     return loss_of(model, step, rank) * (step < 3 + rank)
 
 
@@ -118,7 +119,7 @@ def ddp_join(job: Job) -> Tensors:
             optimizer.zero_grad()
             loss_of(model, step, job.rank).backward()
             optimizer.step()
-    # A rank that joined early gets the last one's weights from Join; its momentum is its own.
+    # A rank that joined early gets the weights of the last rank from Join, but keeps its own momentum.
     return named(model.module)
 
 
@@ -151,7 +152,7 @@ def ddp_sparse(job: Job) -> Tensors:
 
 @piece(alone=train_alone())
 def ddp_fp16_hook(job: Job) -> Tensors:
-    """Gradients travel as float16."""
+    """Gradients are sent as float16."""
     model = DDP(network(), bucket_cap_mb=SMALL_BUCKETS_MB)
     model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     train(job, model)
@@ -159,7 +160,7 @@ def ddp_fp16_hook(job: Job) -> Tensors:
 
 
 def power_sgd(job: Job, **options: Any) -> Tensors:
-    """Low-rank factors travel: the hook waits for collectives that it starts in callbacks of others."""
+    """Low-rank factors are sent; in callbacks of collectives the hook starts others and waits for them."""
     model = DDP(network(), **options)
     state = powerSGD_hook.PowerSGDState(
         process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5
@@ -177,7 +178,7 @@ def ddp_power_sgd_hook(job: Job) -> Tensors:
 
 @piece(is_on_gloo=False)
 def ddp_power_sgd_hook_with_buckets(job: Job) -> Tensors:
-    """Backward and callbacks start collectives at the same time; Gloo may mix them up, and hang."""
+    """Backward and callbacks start collectives at the same time; Gloo may match the wrong ones, and hang."""
     mine = power_sgd(job, bucket_cap_mb=SMALL_BUCKETS_MB)
     for name, tensor in mine.items():
         every = [torch.empty_like(tensor) for _ in range(job.size)]
@@ -188,7 +189,7 @@ def ddp_power_sgd_hook_with_buckets(job: Job) -> Tensors:
 
 @piece()
 def ddp_buffers(job: Job) -> Tensors:
-    """The running statistics of BatchNorm are rank 0's, before every forward."""
+    """Before every forward pass all ranks get the running statistics of BatchNorm from rank 0."""
 
     def make() -> nn.Sequential:
         layers = network()
@@ -196,7 +197,7 @@ def ddp_buffers(job: Job) -> Tensors:
 
     model = DDP(make(), bucket_cap_mb=SMALL_BUCKETS_MB)
     train(job, model)
-    model(batch(STEPS, 0)[0])  # once more, with the same rows: it takes over the statistics of rank 0
+    model(batch(STEPS, 0)[0])  # once more, with the same rows: each rank now has the statistics of rank 0
     return {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
 
 
@@ -216,7 +217,7 @@ WARM_UP, PERIOD = 2, 3
 
 
 def post_local_sgd_alone(size: int) -> Tensors:
-    """A model for each rank: their gradients are averaged at first, later their weights, every few steps."""
+    """One model per rank: at first the gradients are averaged, later the weights, every few steps."""
     models = [network() for _ in range(size)]
     optimizers = [plain_sgd(model.parameters()) for model in models]
     for step in range(2 * STEPS):

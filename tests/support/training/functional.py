@@ -62,7 +62,7 @@ def functional_collectives(job: Job) -> Tensors:
 
 
 def gradients_alone(size: int) -> Tensors:
-    """Every rank's loss is its weight times the squares of what it got: the gradient of their sum."""
+    """The gradient of the sum of all losses; a rank's loss is its weight times the squares of its result."""
     every = parts(size).requires_grad_()
     weight = torch.arange(1.0, size + 1)
     chunks = every.sum(0).chunk(size)

@@ -1,4 +1,4 @@
-"""A small network with odd sizes, its data, and training it: by ranks, and the same in one process."""
+"""A small network with odd sizes, its data, and its training: by ranks, and the same in one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def network(widths: tuple[int, ...] = WIDTHS) -> nn.Sequential:
-    """The same weights on every rank and in one process."""
+    """The network, with the same weights on every rank and in one process."""
     torch.manual_seed(7)
     layers: list[nn.Module] = []
     for width, wider in itertools.pairwise(widths):
@@ -29,7 +29,7 @@ def network(widths: tuple[int, ...] = WIDTHS) -> nn.Sequential:
 
 
 def batch(step: int, rank: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
-    """Rows that differ by rank and step, and what the network should say to them."""
+    """Input rows that differ by rank and step, and the outputs that the network should learn."""
     made = torch.Generator().manual_seed(1000 * step + rank)
     x = torch.randn(rows, WIDTHS[0], generator=made)
     return x, torch.stack([x.sum(1), x[:, 0] * x[:, 1], x.amax(1)], 1).sin()
@@ -47,7 +47,7 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
 def train(
     job: Job, model: nn.Module, forward: Forward = loss_of, optimizer: MakeOptimizer = sgd, steps: int = STEPS
 ) -> None:
-    """What one rank does: its own rows. The model is one that averages gradients over ranks."""
+    """Train on one rank with the rank's own rows. The model averages gradients over ranks."""
     steps_taken = optimizer(model.parameters())
     for step in range(steps):
         steps_taken.zero_grad()
@@ -61,7 +61,7 @@ def train_alone(
     optimizer: MakeOptimizer = sgd,
     steps: int = STEPS,
 ) -> Callable[[int], Tensors]:
-    """What one process does instead: the loss is the mean of those of all ranks."""
+    """The same training in one process: the loss is the mean of the losses of all ranks."""
 
     def alone(size: int) -> Tensors:
         model = make()

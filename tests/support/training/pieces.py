@@ -1,4 +1,4 @@
-"""What a proof of training consists of: a piece that ranks run, and what its results must equal.
+"""The parts of a training test: a piece that ranks run, and the results that it must equal.
 
 A piece is a function of a `Job` that returns tensors. It runs on Gloo and on our backend in the same
 processes. The results are compared with each other, and with those of one process where that is defined.
@@ -23,7 +23,7 @@ __all__ = ["GLOO", "PIECES", "Job", "Piece", "Tensors", "distance", "piece"]
 Tensors = dict[str, Tensor]
 GLOO = "gloo"
 
-# A hang is a failure long before the test's own patience ends.
+# Shorter than the test's own time limit, so that a hang is reported by the group.
 GROUP_TIMEOUT = timedelta(seconds=60)
 
 # Kept for good: where the last reference to a group of Gloo's ends on one of the group's own threads, torch
@@ -38,13 +38,13 @@ class Job:
     rank: int
     size: int
     backend: str
-    folder: Path  # the same on all ranks, of this run alone
+    folder: Path  # the same folder on all ranks, for this run only
 
     @contextmanager
     def world(self, size: int | None = None, name: str = "store") -> Iterator[Job | None]:
         """A world of the first `size` ranks while the block runs; None on the other ranks.
 
-        A second world of as many ranks needs a store of another name.
+        A second world of the same size needs a store of another name.
         """
         size = self.size if size is None else size
         if self.rank >= size:
@@ -67,7 +67,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Piece:
-    """What ranks run, and the same in one process, for a number of ranks."""
+    """A program of ranks, the same program in one process, and the numbers of ranks it is for."""
 
     run: Callable[[Job], Tensors]
     alone: Callable[[int], Tensors] | None

@@ -1,4 +1,4 @@
-"""Pipelines: layers on different ranks, microbatches that travel by messages."""
+"""Pipelines: layers on different ranks, which exchange microbatches in messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = 12
 
 
 def deep(stages: int) -> list[nn.Sequential]:
-    """One small network in as many stages, each of another width."""
+    """A small network with this number of stages, each of a different width."""
     widths = [11, *(17 + 2 * stage for stage in range(stages - 1)), 3]
     return [
         nn.Sequential(*network((width, 2 * width, wider)), nn.Tanh())
@@ -57,7 +57,7 @@ def piped(job: Job, schedule: Callable[..., Any], stages: int, *, several: bool)
     modules = deep(stages)
     mine = range(job.rank, stages, job.size)
     parts = [PipelineStage(modules[i], i, stages, torch.device("cpu")) for i in mine]
-    # The one process adds the losses of all rows, so gradients of microbatches are added, not averaged.
+    # The single process adds the losses of all rows, so gradients of microbatches are added, not averaged.
     run = schedule(
         parts if several else parts[0], n_microbatches=MICROBATCHES, loss_fn=loss_of, scale_grads=False
     )
@@ -89,5 +89,5 @@ def pipeline_1f1b(job: Job) -> Tensors:
 
 @piece(alone=piped_alone(lambda size: 2 * size))
 def pipeline_interleaved(job: Job) -> Tensors:
-    """Two stages on every rank: microbatches go round twice."""
+    """Two stages on every rank: a microbatch passes every rank twice."""
     return piped(job, ScheduleInterleaved1F1B, 2 * job.size, several=True)

@@ -33,7 +33,7 @@ adam = partial(torch.optim.AdamW, lr=0.01)
 
 
 def clipped(model: nn.Module, job: Job) -> None:
-    """Train with AdamW and clipped gradients, as programs do."""
+    """Train with AdamW and clipped gradients, as many programs do."""
     optimizer = adam(model.parameters())
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -55,14 +55,14 @@ def clipped_alone(size: int) -> Tensors:
 
 
 def whole(model: nn.Module) -> Tensors:
-    """The parameters with all their shards; every rank calls it."""
+    """The full parameters, gathered from all shards; every rank must call this."""
     return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
 
 
 @piece(alone=train_alone())
 def fsdp1(job: Job) -> Tensors:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is told to be replaced by FSDP 2, and that CPUs are slow
+        warnings.simplefilter("ignore")  # torch warns that FSDP 2 replaces it, and that CPUs are slow
         model = FullyShardedDataParallel(
             network(),
             auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
@@ -91,7 +91,7 @@ def fsdp2(job: Job) -> Tensors:
 
 
 def half_alone(size: int) -> Tensors:
-    """The sum of all ranks' gradients over twice their number."""
+    """The sum of the gradients of all ranks, divided by twice the number of ranks."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
@@ -118,7 +118,7 @@ def fsdp2_divide_factor(job: Job) -> Tensors:
 
 
 def bfloat16_alone(size: int) -> Tensors:
-    """The same types in one process: each rank's gradient is bfloat16, their mean float32."""
+    """The same types in one process: the gradient of each rank is bfloat16, the mean is float32."""
     model = network()
     optimizer = adam(model.parameters())
     for step in range(STEPS):
@@ -137,7 +137,7 @@ def bfloat16_alone(size: int) -> Tensors:
 
 @piece(alone=bfloat16_alone)
 def fsdp2_bfloat16(job: Job) -> Tensors:
-    """Parameters travel as bfloat16, gradients as float32."""
+    """Parameters are sent as bfloat16, gradients as float32."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = sharded(init_device_mesh("cpu", (job.size,)), policy)
     clipped(model, job)
@@ -146,7 +146,7 @@ def fsdp2_bfloat16(job: Job) -> Tensors:
 
 @piece(alone=clipped_alone)
 def hsdp(job: Job) -> Tensors:
-    """Sharded over pairs of ranks, and each pair is a replica."""
+    """Parameters are sharded over pairs of ranks, and each pair is a replica."""
     model = sharded(init_device_mesh("cpu", (2, job.size // 2), mesh_dim_names=("replicas", "shards")))
     clipped(model, job)
     return whole(model)
@@ -168,7 +168,7 @@ def moved_alone(size: int) -> Tensors:
 
 @piece(alone=moved_alone)
 def dtensor_moves(job: Job) -> Tensors:
-    """From every placement to every other; lengths that the number of ranks does not divide."""
+    """From every placement to every other, with lengths that the number of ranks does not divide."""
     mesh = init_device_mesh("cpu", (job.size,))
     x = torch.arange(7 * 13 * 5.0).reshape(SHAPE)
     out = {}
@@ -205,7 +205,7 @@ PLACED: list[tuple[Placement, Placement]] = [
 
 @piece(alone=products_alone)
 def dtensor_products(job: Job) -> Tensors:
-    """A product and its gradients, of matrices in several placements."""
+    """A product of matrices in several placements, and its gradients."""
     mesh = init_device_mesh("cpu", (job.size,))
     out = {}
     for p, q in PLACED:
@@ -218,7 +218,7 @@ def dtensor_products(job: Job) -> Tensors:
 
 @piece(alone=lambda size: {"sums": torch.tensor([[1.0, 5.0], [2.0, 4.0], [6.0, 6.0]])})
 def meshes(job: Job) -> Tensors:
-    """Rows, columns and the whole of a mesh: the sums of their ranks, on rank 0 and on rank 3."""
+    """Sums over the rows, the columns and the whole of a mesh, on rank 0 and on rank 3."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
     groups = [mesh["columns"].get_group(), mesh["rows"].get_group(), mesh._flatten().get_group()]
     sums = torch.zeros(3, 2)
@@ -250,7 +250,7 @@ class Block(nn.Module):
 
 
 def block_loss(model: nn.Module, step: int, rank: int) -> Tensor:
-    """The same rows on every rank: the layers are what is divided."""
+    """The loss of the same rows on every rank: the layers are divided, not the rows."""
     made = torch.Generator().manual_seed(step)
     return model(torch.randn(2, 8, 12, generator=made)).square().mean()
 
@@ -274,7 +274,7 @@ def tensor_parallel(job: Job) -> Tensors:
 
 @piece(alone=lambda size: block_alone(1))
 def sequence_parallel(job: Job) -> Tensors:
-    """The norm works on a share of the sequence: its output is gathered, the block's is scattered."""
+    """The norm works on a share of the sequence: its output is gathered, that of the block is scattered."""
     plan = {
         "norm": SequenceParallel(),
         "up": ColwiseParallel(input_layouts=Shard(1)),
@@ -285,7 +285,7 @@ def sequence_parallel(job: Job) -> Tensors:
 
 @piece(alone=train_alone(Block, lambda m, s, r: block_loss(m, 10 * s + r // 2, r), adam))
 def fsdp2_and_tensor_parallel(job: Job) -> Tensors:
-    """Two dimensions: pairs share layers, and the two pairs share the data."""
+    """Two dimensions: the layers are divided within each pair, and the rows between the two pairs."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     model = parallelize_module(Block(), mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     fully_shard(model, mesh=mesh["data"])

@@ -1,4 +1,4 @@
-"""How members of a torch group meet through a store: here a dict, and ranks that are threads."""
+"""How ranks of a torch group find each other through a store; here it is a dict, and ranks are threads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LATER = timedelta(seconds=30)
 
 
 class Store:
-    """What a group has of torch's store; it remembers every ticket."""
+    """The methods of torch's store that a group uses; remembers every ticket."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
@@ -49,7 +49,7 @@ class Store:
 
 
 class KeepingStore(Store):
-    """One that cannot delete, as stores of users may be."""
+    """A store that cannot delete keys, as a user's store may be."""
 
     def delete_key(self, key: str) -> bool:
         raise RuntimeError("not implemented")
@@ -70,7 +70,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def sums(world: uni.Communicator) -> list[float]:
-    """Ranks and indices in one number each, so that a wrong rank or order shows."""
+    """The result of a sum whose elements depend on rank and index, so that a wrong rank or order shows."""
     with world:
         x = np.arange(5.0) * 10.0**world.rank
         return [float(each) for each in world.all_reduce(x)]
@@ -81,7 +81,7 @@ def expected(size: int) -> list[float]:
 
 
 def meet(pool: ThreadPoolExecutor, store: Store, size: int) -> None:
-    """All ranks join, the last one first, and compute."""
+    """All ranks join, the last rank first, and compute."""
     ends = [
         pool.submit(lambda r=rank: sums(join_world(store, r, size, LATER, "0"))) for rank in range(size)[::-1]
     ]
@@ -113,13 +113,13 @@ def test_a_ticket_that_leads_nowhere_is_read_again(pool: ThreadPoolExecutor) -> 
 
 
 def test_the_ticket_of_a_world_that_still_lives_is_not_taken_for_the_next(pool: ThreadPoolExecutor) -> None:
-    """A rank that destroys its group and makes the next is faster than the rank 0 that removes the ticket."""
+    """A rank may make its next group before rank 0 has removed the ticket of the destroyed one."""
     store = KeepingStore()
     other = pool.submit(join_world, store, 1, 2, LATER, "0")
     with join_world(store, 0, 2, LATER, "0"), other.result():
         store.is_read.clear()
         again = pool.submit(lambda: sums(join_world(store, 1, 2, LATER, "0")))
-        assert store.is_read.wait(10)  # it goes to the first world's seed, and is refused
+        assert store.is_read.wait(10)  # it connects to the seed of the first world, and is refused
         assert sums(join_world(store, 0, 2, LATER, "0")) == expected(2)
         assert again.result() == expected(2)
 
@@ -185,7 +185,7 @@ def test_a_backend_with_a_launcher_of_its_own_is_refused(monkeypatch: pytest.Mon
         join_world(Store(), 0, 2, SOON, "0")
 
 
-# -- a ticket that leaves this host -------------------------------------------------------------------------
+# -- a ticket for ranks on other hosts ----------------------------------------------------------------------
 
 REMOTE = Ticket.create(Address("10.0.0.1", 4711), bytes(range(32)))
 
@@ -250,7 +250,7 @@ def test_the_secret_is_the_token_of_unisono_run(tmp_path: Path) -> None:
 
 # -- where rank 0 hosts the seed ----------------------------------------------------------------------------
 
-AWAY = "10.77.0.9"  # from here the store's host is reached
+AWAY = "10.77.0.9"  # the source address toward the store's host
 
 
 @pytest.fixture

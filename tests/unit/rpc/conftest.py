@@ -1,4 +1,4 @@
-"""Fixtures of the tests of calls."""
+"""Fixtures of the tests of remote calls."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from tests.support.calls import WORLDS
 
 @pytest.fixture(params=WORLDS)
 def world_of(request) -> Callable[..., list[Any]]:
-    """`world_of(fn, n)` runs `fn(comm)` on n ranks of each kind."""
+    """`world_of(fn, n)` runs `fn(comm)` on n ranks; the test is repeated for each kind of world."""
     return WORLDS[request.param]

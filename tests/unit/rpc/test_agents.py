@@ -1,4 +1,4 @@
-"""Agents of several groups, and how they end."""
+"""Agents of several groups, and how agents end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unisono.rpc import Agent
 
 
 def in_groups(comm: uni.Communicator) -> str:
-    """The same names on the world, on halves of it and on a sub: no call gets into another group."""
+    """Agents of the world, its halves and a sub expose the same names: no call reaches another group."""
     half = comm.split(comm.rank % 2, key=-comm.rank)
     groups = {"world": comm, "half": half}
     if comm.rank in (1, 2, 3):
@@ -59,7 +59,7 @@ def closing(comm: uni.Communicator) -> str:
     if comm.rank == 0:
         work = agent.start(1, "slowly", 5)
         comm.barrier()
-        assert work.wait(LONG_S) == 5  # the call that it had begun is finished
+        assert work.wait(LONG_S) == 5  # the running call is finished
         with pytest.raises(uni.PeerLost, match="closed its agent"):
             agent.call(1, "slowly", 6)
     else:

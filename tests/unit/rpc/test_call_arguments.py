@@ -1,4 +1,4 @@
-"""What a function can be called with, beside what `inspect` says."""
+"""The arguments that an exposed function accepts, compared with what `inspect` reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call raises: failures, cancellation, deadlines, and what is not there."""
+"""The errors of a call: failures, cancellation, deadlines, and missing agents or functions."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def troubles(comm: uni.Communicator) -> str:
         with pytest.raises(uni.DeadlineExceeded) as late:
             agent.call(1, "stuck", timeout=0.05)
         assert late.value.waiting_on == (1,)
-        work = agent.start(1, "stuck", timeout=0.05)  # it expires although no thread waits for it
+        work = agent.start(1, "stuck", timeout=0.05)  # the call expires although no thread waits for it
         with pytest.raises(uni.DeadlineExceeded, match="goes on"):
             agent.start(1, "stuck").wait(timeout=0.01)
         while not work.done():
@@ -163,7 +163,7 @@ def test_cancellation_and_deadlines_reach_the_other_side(world_of):
 
 
 def strangers(comm: uni.Communicator) -> str:
-    """Rank 2 makes no agent, rank 1 exposes one name; a collective shows that their set-up is done."""
+    """Rank 2 makes no agent and rank 1 exposes one name; a collective shows that their set-up is done."""
     half = comm.split(int(comm.rank == 0))
     agent = Agent(comm) if comm.rank < 2 else None
     if agent is not None:
@@ -180,7 +180,7 @@ def strangers(comm: uni.Communicator) -> str:
         assert agent.call(1, "echo") == [[], {}]
     comm.barrier()
     inner = Agent(half) if comm.rank == 1 else None
-    comm.barrier()  # of the world, which counts for every group of it
+    comm.barrier()  # a collective of the world counts for all of its groups
     if inner is not None:
         with pytest.raises(uni.NotExposed, match="rank 2 has no agent"):
             inner.call(1, "missing")
@@ -189,7 +189,7 @@ def strangers(comm: uni.Communicator) -> str:
 
 
 def test_what_is_not_there_after_a_collective_is_an_error_at_once(world_of, monkeypatch):
-    """Without the grace period, which is set to more than any call may take here."""
+    """The grace period is not waited for: it is set to more than any call may take here."""
     for module in ("unisono.comm.control", "unisono.rpc.server"):
         monkeypatch.setattr(f"{module}.GRACE_S", 10 * LONG_S)
     assert world_of(strangers, 3) == ["ok"] * 3

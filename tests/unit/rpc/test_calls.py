@@ -1,4 +1,4 @@
-"""Calls in every way and with every kind of value, on every backend that serves them."""
+"""Calls in every form and with every kind of value, on every backend that supports them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Order(msgspec.Struct):
 
 @uni.register
 class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """With an array in it, which travels beside the frame."""
+    """A dataclass with an array, which travels beside the frame."""
 
     stops: tuple[int, ...]
     weights: Any = None
@@ -41,7 +41,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclasses.dataclass
 class Cart:
-    """Nobody registers it: functions name it in their annotations."""
+    """A class that is not registered: functions name it in their annotations."""
 
     orders: list[Order]
     owner: Point | None = None
@@ -62,7 +62,7 @@ class Unregistered(msgspec.Struct):
 
 
 def everyday(comm: uni.Communicator) -> str:
-    """What most programs do, in one world: starting processes is slow."""
+    """The most common uses of calls, all in one world, because starting processes is slow."""
     agent = Agent(comm, name=f"worker{comm.rank}")
     size, right = comm.size, (comm.rank + 1) % comm.size
 
@@ -76,7 +76,7 @@ def everyday(comm: uni.Communicator) -> str:
 
     @agent.expose
     def relay(hops: int) -> list[int]:
-        """Nested: each rank asks the next, round and round."""
+        """A nested call: each rank calls the next, several times around."""
         rest = agent.call((comm.rank + 1) % size, "relay", hops - 1) if hops else []
         return [comm.rank, *rest]
 
@@ -104,7 +104,7 @@ def everyday(comm: uni.Communicator) -> str:
     hops = 3 * size
     assert agent.call(right, "relay", hops) == [(right + i) % size for i in range(hops + 1)]
     assert agent.call(right, "gather_squares", 5) == size * 25 + sum(range(size))
-    works = [agent.start(right, "add", i, comm.rank) for i in range(2500)]  # more than may be under way
+    works = [agent.start(right, "add", i, comm.rank) for i in range(2500)]  # more calls than may be under way
     assert uni.wait_all(works) == [i + comm.rank for i in range(2500)]
     assert all(work.done() for work in works)
     works = [agent.start(right, "add", i, comm.rank) for i in range(9)]
@@ -118,7 +118,7 @@ def everyday(comm: uni.Communicator) -> str:
     for i in range(3):
         agent.notify(right, "note", i)
     assert has_noted.wait(LONG_S)
-    assert sorted(noted) == [0, 1, 2]  # handlers run side by side
+    assert sorted(noted) == [0, 1, 2]  # handlers run at the same time
 
     async def together() -> list[Any]:
         return list(await asyncio.gather(*(agent.start(r, "add", r, 1) for r in range(size))))

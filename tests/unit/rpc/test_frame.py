@@ -1,4 +1,4 @@
-"""How a value travels: in its frame, in blobs or detached from it; and into which memory it arrives."""
+"""How a value is sent (in its frame, in blobs or detached), and into which memory it is received."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ARRAY, BYTES, BYTEARRAY, ASCII, DETACHED = range(5)
 
 
 def delivered(value: Any) -> tuple[Any, _native.Frame, list[memoryview], list[Any]]:
-    """The value after its blobs were copied as a transport does, its frame, its blobs, and their memory."""
+    """Copy the blobs of a value as a transport does; return the value, frame, blobs and their memory."""
     data, number, blobs = pack(ANSWER, 1, 2, value)
     assert number == 2
     assert len(data) <= FRAME
@@ -99,7 +99,7 @@ def test_long_values_are_received_into_the_memory_that_they_keep() -> None:
     assert got_text is memory[3].owner
     assert (got_data, got_buffer, got_text) == (data, buffer, text)
     assert got_array.flags.writeable
-    got_buffer.append(1)  # nothing holds it at its length
+    got_buffer.append(1)  # no other object refers to it, so its length may change
     assert {got_text: 1}[text] == 1
 
 

@@ -1,4 +1,4 @@
-"""Inline handlers."""
+"""Inline handlers: where they run, and that they cannot wait."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def inlined(comm: uni.Communicator, runs_on_caller: bool) -> str:
         return 10 * agent.call(other, name, x)
 
     def waits() -> int:
-        """Everything that waits is refused, before anything is sent; what is started goes on."""
+        """Every operation that waits is refused before anything is sent; started operations go on."""
         received = comm.start.recv(np.zeros(1), other, 5)
         kept.append(agent.start(other, "later"))
         for wait in (
@@ -59,7 +59,7 @@ def inlined(comm: uni.Communicator, runs_on_caller: bool) -> str:
     agent.register("waits", waits, inline=True)
     agent.register("items", lambda: (yield 1))
     go_on = threading.Event()
-    if not runs_on_caller:  # simulated: nothing comes while a handler runs, and a real wait stops all ranks
+    if not runs_on_caller:  # simulated: no frame arrives meanwhile, and a real wait stops all ranks
         go_on.set()
     agent.register("later", lambda: go_on.wait(LONG_S))
 
@@ -115,7 +115,7 @@ def test_what_cannot_return_at_once_cannot_be_inline():
             with pytest.raises(uni.UsageError, match="allowed with inline=True"):
                 agent.expose(inline=True)(fn)
         with pytest.raises(uni.UsageError, match="allowed with inline=True"):
-            agent.register("f", Counter, inline=True)  # again: nothing of it was exposed
+            agent.register("f", Counter, inline=True)  # a second time: the first left nothing exposed
         with pytest.raises(uni.RemoteError, match="exposes no function 'f'"):
             agent.call(0, "f")
         agent.register("f", Counter)

@@ -70,7 +70,7 @@ def test_objects_live_on_another_rank_until_they_are_released(world_of):
 
 
 class Gate:
-    """Its method returns when it is told to."""
+    """Its method returns when the test opens it."""
 
     opened = threading.Event()
 
@@ -93,7 +93,7 @@ def with_dropped_proxies(comm: uni.Communicator) -> str:
         dropped = agent.remote(1, Counter)
         assert dropped.add(1) == 1
         assert agent.call(1, "held") == 4
-        del dropped  # its release is the last in the queue, if the others were queued
+        del dropped  # its release is queued last, if the other releases are queued
         while agent.call(1, "held") == 4:
             time.sleep(0.001)
         assert (add(1), start_add(1).wait(), agent.call(1, "held")) == (1, 6, 3)

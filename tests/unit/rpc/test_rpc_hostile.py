@@ -1,4 +1,4 @@
-"""Hostile names and random frames lead to errors only, and other callers are served."""
+"""Hostile names and random frames cause only errors, and other callers are still served."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FRAMES = 20_000
 
 
 def hostile_names(seed: int, count: int):
-    """Attributes, paths, modules, code, dunders, and noise."""
+    """Names of attributes, paths, modules and dunders, source code, and random text."""
     draw = random.Random(seed)
     words = [
         "os",
@@ -89,7 +89,7 @@ def test_hostile_names_are_answered_with_an_error():
 
 
 def test_frames_of_noise_are_errors_only():
-    """Dispatched by an agent that serves: nothing raises, and the calls of others go on."""
+    """An agent that serves dispatches the frames: nothing raises, and the calls of other ranks go on."""
     a, b, c = uni.local(3)
     with a, b, c:
         agents = [Agent(a), Agent(b)]
@@ -125,14 +125,14 @@ Read = Callable[[Callable[[list[Frame]], bool]], list[Frame]]
 
 
 def asked(number: int, name: str, *args: Any, window: int = 0) -> bytes:
-    """A call as an agent sends it."""
+    """The frame of a call, as an agent sends it."""
     return pack(ASK, number, number, (args, {}), None, name, None, window)[0]
 
 
 def server_and_silent_rank(
     comms: list[Communicator],
 ) -> tuple[Agent, Send, Read]:
-    """Rank 0's agent; how rank 1, which has no agent, sends frames to it and reads those that it sends."""
+    """The agent of rank 0; functions that send to it from rank 1, which has no agent, and read there."""
     agent, silent = Agent(comms[0]), comms[1].backend
 
     def send(frame: bytes) -> None:
@@ -198,7 +198,7 @@ def test_a_call_to_a_rank_that_reads_nothing_fails_as_busy(
     agent, _, _ = server_and_silent_rank(comms := pair(kind))
     texts = ["x" * 128] * 16
     works = []
-    for _ in range(1000):  # beyond the credit of the lane and the limit, with calls that nobody waits for
+    for _ in range(1000):  # beyond the credit of the lane and the limit, with calls that no thread waits for
         works += [agent.start(1, "f", *texts, timeout=None) for _ in range(10)]
         if works[-1].done():
             break
@@ -208,7 +208,7 @@ def test_a_call_to_a_rank_that_reads_nothing_fails_as_busy(
         works[-1].wait()
 
     def notify_until_refused() -> None:
-        """Many of them: the other engine may still receive frames, which lets a few more be sent."""
+        """More than one refusal: while the other engine still receives frames, a few more can be sent."""
         for _ in range(10_000):
             agent.notify(1, "f", *texts)
 
@@ -216,7 +216,7 @@ def test_a_call_to_a_rank_that_reads_nothing_fails_as_busy(
         for _ in range(100):
             with pytest.raises(uni.RemoteError, match="not sent"):
                 notify_until_refused()
-            with contextlib.suppress(uni.DeadlineExceeded):  # it was sent, and nobody answers
+            with contextlib.suppress(uni.DeadlineExceeded):  # the call was sent, and is never answered
                 next(agent.stream(1, "f", *texts, timeout=0.2))
 
     with pytest.raises(uni.RemoteError, match="not sent"):
@@ -260,7 +260,7 @@ LONG = memoryview(bytes(CERTAIN_BLOB_BYTES + 1))
 
 
 class _Slow:
-    """Blobs that are read when the test says so."""
+    """Blobs that are read when the test allows it."""
 
     def __init__(self) -> None:
         self.done, self.checks, self.is_cancelled = False, 0, False
@@ -284,7 +284,7 @@ class _Lent:
 
 
 def test_unread_answers_are_counted_for_each_caller() -> None:
-    """One leaves 3,000 answers unread: it is refused, others are not, and no call checks all of them."""
+    """One caller leaves 3,000 answers unread: only this caller is refused; no call checks all answers."""
     unread, limit = UnreadBlobs(2), 2048
     kept = [_Slow() for _ in range(3000)]
     for call, slow in enumerate(kept, 1):
