@@ -1,4 +1,4 @@
-"""Settings: by code, by variables, refused when they make no sense; and who started this process."""
+"""Settings from code and variables, and their checks; and the recognition of the launcher."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unisono.environment import Launch, launch
 from unisono.errors import UsageError
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
-# A value for each setting that is allowed and not the default.
+# For each setting a value that is allowed and not the default.
 OTHER = {
     "reproducible": True,
     "segment_bytes": 4096,
@@ -175,7 +175,7 @@ def test_a_setting_reaches_the_ranks():
 )
 @pytest.mark.parametrize("value", [math.inf, 1e300])
 def test_never_is_a_time_that_ranks_can_wait_for(name, value):
-    """The clock of the machine ends long before a float does."""
+    """The range of the system's clock ends long before that of a float."""
     run_ranks(lambda comm: [comm.barrier() for _ in range(3)], 2, config=Config(**{name: value})).values()
 
 

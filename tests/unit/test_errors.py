@@ -1,4 +1,4 @@
-"""Errors: one family, texts for the person paged at night, copies that keep what is known."""
+"""Errors: one base class, texts for the person paged at night, copies that keep all fields."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_an_error_has_one_next_step_even_if_another_error_is_its_cause() -> None
 
 
 def _raised() -> Iterator[tuple[str, ast.Call, str]]:
-    """Every place in the package that makes an error: where, the call, and the text in it."""
+    """Every place in the package that constructs an error: location, call, and text."""
     kinds = {kind.__name__: kind for kind in KINDS}
     for path in sorted(PACKAGE.rglob("*.py")):
         if path.name == "errors.py":
@@ -169,7 +169,7 @@ def _raised() -> Iterator[tuple[str, ast.Call, str]]:
 
 
 def test_a_refused_call_names_what_is_allowed_or_what_to_do() -> None:
-    """The usual step of a UsageError is to correct the call: its text must say how."""
+    """The default next step of a UsageError is to correct the call, so its text must say how."""
     places = list(_raised())
     assert len(places) > 200
     silent = [

@@ -1,4 +1,4 @@
-"""What looks public is public: the names that a user finds by dir() and by completion."""
+"""The names that a user finds by dir() and by completion are the public ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_error_that_is_exported_is_raised_somewhere() -> None:
 
 
 def test_a_communicator_shows_its_verbs_and_itself() -> None:
-    """A name that is added here is a promise: it belongs into the documents, too."""
+    """A name that is added here is part of the API, so the documents must mention it too."""
     with uni.local(1)[0] as world:
         shown = {name for name in dir(world) if not name.startswith("_")}
         verbs = {name for name in dir(world.start) if not name.startswith("_")}

@@ -25,7 +25,7 @@ PATIENCE_S = 280
 
 @dataclass(frozen=True)
 class Piece:
-    """The largest distance from the result of one process and, with 4 ranks, from Gloo's; None: not compared."""
+    """The largest distance from the result of one process and, with 4 ranks, from Gloo's. None: unchecked."""
 
     alone: float | None
     gloo: float | None = 2e-6

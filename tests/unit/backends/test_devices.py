@@ -1,7 +1,7 @@
-"""Tensors of devices go by their library, everything else as ever; and what NCCL lacks here is said exactly.
+"""Device tensors use the library of the device, all else the inner backend; why NCCL is unavailable here.
 
-There is no GPU here: the library is one of ours, and its device is torch's "meta", whose tensors have no
-memory. What is tested is which call goes where, and with what.
+The tests need no GPU: the library is a fake, and its device is torch's "meta", whose tensors have no memory.
+They check to which backend each call goes, and with which arguments.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def test_device_tensors_go_by_the_library_and_everything_else_by_the_inner_backe
 
 
 def test_arguments_may_be_passed_as_to_every_verb() -> None:
-    """By position or by name, and wrong ones are a TypeError: the verb has one signature."""
+    """By position or by name; wrong arguments are a TypeError, because a verb has one signature."""
 
     def program(comm: Communicator, library: FakeLibrary) -> None:
         x = torch.empty(2, 5, device="meta")

@@ -22,7 +22,7 @@ CONTEXT, TAG = 7, 3
 
 
 class Belt(FrameTransport):
-    """Frames between ranks of this process, delivered when the test says so."""
+    """A transport of frames between ranks of this process, which the test delivers."""
 
     def __init__(self, rank: int, all_: list[Station]) -> None:
         self.rank, self.all, self.queue = rank, all_, deque()
@@ -47,7 +47,7 @@ class Station(FramedBackend):
         return Capabilities("station")
 
     def carry(self, others: dict[int, Station]) -> None:
-        """Deliver what was sent; frames to ranks that the test only pretends to be are dropped."""
+        """Deliver all frames that were sent; frames to ranks that the test plays itself are dropped."""
         while self._transport.queue:
             peer, frame, payload = self._transport.queue.popleft()
             if peer not in others:
@@ -59,7 +59,7 @@ class Station(FramedBackend):
 
 
 def exchange(a: Station, b: Station) -> None:
-    """Both ways, eagerly and by rendezvous: correct ranks still reach each other."""
+    """Send both ways, eagerly and by rendezvous: correct ranks still reach each other."""
     both = {a.rank: a, b.rank: b}
     for one, other in ((a, b), (b, a)):
         for data in (bytes([one.rank]) * 100, bytes([one.rank + 1]) * 100_000):
@@ -126,7 +126,7 @@ def test_a_peer_that_exceeds_its_credit_breaks_the_protocol_and_takes_no_more_me
     victim, one = pair[0], 1000
     fit = CONFIG.eager_credit_bytes // (one + ENVELOPE_BYTES)
     message = frame(Head(Kind.EAGER, context=CONTEXT, tag=TAG, nbytes=one), bytes(one))
-    for _ in range(3):  # what is received may come again
+    for _ in range(3):  # received bytes may be sent again
         for _ in range(fit):
             victim.arrive(5, message)
         for _ in range(fit):

@@ -1,4 +1,4 @@
-"""Several backends as one: routes by peer, receives from any source over all parts, order, losses."""
+"""A hybrid of several backends: routes by peer, receives from any source, order, losses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONTEXT = 79
 
 
 class Counting(LocalBackend):
-    """Counts the messages that it carries."""
+    """A backend that counts the messages it sends."""
 
     def start_send(self, dst: int, context: int, tag: int, data: memoryview, **how: Any) -> Request:
         self.tags = [*getattr(self, "tags", []), tag]
@@ -70,7 +70,7 @@ def idle(backends: list[HybridBackend]) -> bool:
     return all(part.endpoint.protocol.inbox.is_idle() for part in parts)  # type: ignore[attr-defined]
 
 
-# -- what it is made of -----------------------------------------------------------------------------------
+# -- parts ------------------------------------------------------------------------------------------------
 
 
 def test_parts_that_do_not_fit_are_refused() -> None:
@@ -149,7 +149,7 @@ def test_a_receive_from_any_source_takes_from_whichever_part_has_a_message() -> 
 
 
 def test_later_receives_wait_behind_one_from_any_source() -> None:
-    """Also receives that could go straight to their part, with and without a tag."""
+    """This includes receives that could go straight to their part, with and without a tag."""
     ranks = world()
     first, exact, other, last = (
         recv(ranks[0]),
@@ -221,7 +221,7 @@ def test_a_probe_from_any_source_sees_all_parts_and_takes_nothing() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_receives_from_any_source_and_cancels_on_many_threads_lose_nothing(seed: int) -> None:
-    """Each message is received once, by a receive that was not cancelled; nothing stays behind."""
+    """Each message is received once, by a receive that was not cancelled; no receive or message is left."""
     ranks = world(eager_bytes=32, eager_credit_bytes=800)
     sent: list[bytes] = []
     taken: list[bytes] = []

@@ -1,4 +1,4 @@
-"""What a link does with what comes: frames as they must be, and none that is not. No network, and no iroh."""
+"""A link accepts valid frames, and ends at an invalid one. The tests need no network and no iroh."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OTHER = Introduction(1, 0, b"b" * 32, b"a" * 32, b"secret")
 
 
 class Pipe:
-    """A stream, from the writer's hand to the reader's."""
+    """A stream between a writer and a reader in this process."""
 
     def __init__(self) -> None:
         self.data = bytearray()
@@ -50,13 +50,13 @@ class Pipe:
         while not self.data:
             self.came.clear()
             await self.came.wait()
-        taken = bytes(self.data[: min(limit, 1000)])  # parts of any length must do
+        taken = bytes(self.data[: min(limit, 1000)])  # parts of any length must work
         del self.data[: len(taken)]
         return taken
 
 
 class Connection:
-    """One end of two, or of one and a test."""
+    """One end of a connection between two links, or between a link and the test."""
 
     def __init__(self) -> None:
         self.opened: list[Pipe] = []
@@ -98,7 +98,7 @@ def link_of(connection: Connection, introduction: Introduction, arrive: Any) -> 
 
 
 async def receiving(lane: int, *sent: bytes, arrive: Any = lambda frame: None) -> None:
-    """A link whose peer sends bytes in one stream, until they are refused."""
+    """A link whose peer sends bytes on one stream, until the link refuses them."""
     connection = Connection()
     pipes = [Pipe() for _ in range(2 + STREAMS)]
     for number, pipe in enumerate(pipes):
@@ -214,7 +214,7 @@ def test_two_links_carry_frames_and_pieces_and_keep_the_window() -> None:
         OTHER._replace(rank=2).opening(0),
         OTHER._replace(own_id=b"c" * 32).opening(0),
         OTHER.opening(2 + STREAMS),
-        ONE.opening(0),  # our own, sent back
+        ONE.opening(0),  # our own frame, sent back
     ],
 )
 def test_a_stream_that_opens_in_another_way_is_refused(opening: bytes) -> None:
@@ -272,11 +272,11 @@ def test_only_the_very_process_of_a_card_is_watched() -> None:
         assert open_process(other) is None
 
 
-# -- what is repaired in iroh -----------------------------------------------------------------------------
+# -- repairs of iroh's bindings ---------------------------------------------------------------------------
 
 
 def bindings(tmp_path: Path, change: tuple[str, str]) -> ModuleType:
-    """A copy of iroh's bindings in which something is different."""
+    """A copy of iroh's bindings with a change in it."""
     folder = Path(iroh_ffi.__file__).parent
     source = Path(iroh_ffi.__file__).read_text()
     assert change[0] in source

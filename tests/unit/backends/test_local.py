@@ -1,4 +1,4 @@
-"""Ranks inside one process: credit, lanes, crashes, closes that race with sends, the watch for deadlocks."""
+"""Ranks in one process: credit, lanes, crashes, closes that race with sends, the detection of deadlocks."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_credit_belongs_to_a_pair_a_direction_and_a_lane() -> None:
 
 
 def test_control_messages_travel_at_once_even_where_data_may_not() -> None:
-    """Up to a limit: a hundred of the longest."""
+    """Up to a limit: a hundred messages of the largest size."""
     ranks = LocalBackend.create(2, Config(eager_bytes=0, eager_credit_bytes=0))
     control = {"tag": Tags.CONTROL, "lane": Lane.CONTROL}
     assert not send(ranks[0], 1, b"data").done
@@ -109,7 +109,7 @@ def test_control_messages_travel_at_once_even_where_data_may_not() -> None:
 
 @pytest.mark.parametrize("how", ["received", "cancelled", "dropped"])
 def test_credit_comes_back(how: str) -> None:
-    """Exactly as much as was taken: neither a leak nor a gift."""
+    """Exactly as much as was used, neither less nor more."""
     ranks = LocalBackend.create(2, Config(eager_bytes=100, eager_credit_bytes=3 * (100 + ENVELOPE_BYTES)))
     for _ in range(10):
         sends = [send(ranks[0], 1, bytes(100)) for _ in range(4)]
@@ -139,7 +139,7 @@ def test_a_message_that_waits_is_read_when_it_is_met_not_before() -> None:
     ranks = LocalBackend.create(2, Config(eager_bytes=4))
     data = bytearray(b"early")
     request = send(ranks[0], 1, data)
-    data[:] = b"later"  # the buffer belongs to the request, which shows that nothing was copied
+    data[:] = b"later"  # the buffer is the request's own, so no byte was copied
     assert recv(ranks[1], 0).data == b"later"
     assert request.done
     close_all(ranks)
@@ -204,7 +204,7 @@ def test_a_closed_world_leaves_nothing_behind() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_sends_that_race_with_a_close_all_end(seed: int) -> None:
-    """On both sides: at the rank that closes, and at a rank that sends to it."""
+    """Both at the rank that closes and at a rank that sends to it."""
     rng = random.Random(seed)
     ranks = LocalBackend.create(3, Config(eager_bytes=64, eager_credit_bytes=1000))
     lengths = [rng.choice([0, 10, 64, 65, 3000]) for _ in range(200)]
@@ -236,7 +236,7 @@ def test_sends_that_race_with_a_close_all_end(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_every_message_is_received_once_or_taken_back_once(seed: int) -> None:
-    """Four ranks, eight threads, random lengths, cancels on both sides: nothing is lost or doubled."""
+    """Four ranks, eight threads, random lengths, cancels on both sides: no message is lost or duplicated."""
     ranks = LocalBackend.create(4, Config(eager_bytes=32, eager_credit_bytes=600))
     lock, total = threading.Lock(), 150
     sent: list[bytes] = []
@@ -271,11 +271,11 @@ def test_every_message_is_received_once_or_taken_back_once(seed: int) -> None:
     assert not set(withdrawn) & set(taken)
 
 
-# -- the watch for deadlocks ------------------------------------------------------------------------------
+# -- the detection of deadlocks ---------------------------------------------------------------------------
 
 
 class Waiter(threading.Thread):
-    """Waits on a rank's behalf for what may never come."""
+    """A thread that waits for a rank, perhaps for ever."""
 
     def __init__(self, rank: LocalBackend, on: int, *, timeout: float | None = None) -> None:
         super().__init__(daemon=True)
@@ -327,7 +327,7 @@ def test_a_deadlock_among_the_ranks_that_stay_is_seen_too() -> None:
 
 
 def no_deadlock(waiters: list[Waiter], for_s: float = 0.35) -> bool:
-    """Give the watch more than three times its patience to cry out for nothing."""
+    """Check that no deadlock is reported during more than three times deadlock_after_s."""
     waiters[0].join(for_s)
     return all(waiter.is_alive() for waiter in waiters)
 
@@ -356,7 +356,7 @@ def test_no_deadlock_while_a_rank_waits_with_a_limit() -> None:
 
 @pytest.mark.parametrize("daemon", [True, False])
 def test_no_deadlock_while_a_thread_that_came_later_may_help(daemon: bool) -> None:
-    """It has never been seen here, but it may hold any communicator."""
+    """The thread has never used a rank, but it may have any communicator."""
     ranks = LocalBackend.create(2, QUICK)
     go = threading.Event()
     waiters = [Waiter(ranks[0], 1), Waiter(ranks[1], 0)]
@@ -370,7 +370,7 @@ def test_no_deadlock_while_a_thread_that_came_later_may_help(daemon: bool) -> No
 
 
 def test_no_deadlock_while_a_thread_is_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that starts it waits for it without a limit; the new one is not alive before it runs."""
+    """The starting thread waits without limit for the new thread, which is not alive before it runs."""
     ranks = LocalBackend.create(2, QUICK)
     waiters = [Waiter(ranks[0], 1), Waiter(ranks[1], 0)]
     start = threading._start_new_thread  # type: ignore[attr-defined]
@@ -391,7 +391,7 @@ def test_no_deadlock_while_a_thread_is_being_started(monkeypatch: pytest.MonkeyP
 
 
 def test_no_deadlock_while_an_older_thread_that_has_sent_may_send_again() -> None:
-    """This very thread, which was here before the world was made."""
+    """The thread of the test, which is older than the world."""
     ranks = LocalBackend.create(2, QUICK)
     send(ranks[0], 1, b"first")
     waiters = [Waiter(ranks[0], 1), Waiter(ranks[1], 0)]

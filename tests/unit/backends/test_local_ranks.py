@@ -1,4 +1,4 @@
-"""The ranks of uni.local, which engines host: how they begin, what they leave behind, and who uses them."""
+"""The ranks of uni.local, which engines host: their start, their ends, and the threads that use them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_ranks_are_linked_by_memory_whatever_processes_use(shm: bool) -> None:
 
 
 def test_many_ranks_need_few_descriptors_and_all_meet() -> None:
-    """64 ranks, each linked to every other: 2,016 links, none of which has a descriptor."""
+    """64 ranks, each linked to every other: 2,016 links without a descriptor."""
     before = len(os.listdir("/proc/self/fd"))
     worlds = uni.local(64)
 
@@ -71,11 +71,11 @@ def test_many_ranks_need_few_descriptors_and_all_meet() -> None:
 
 @pytest.mark.parametrize("count", [1, 2047, 2049, 40_000, 300_001])
 def test_sums_of_any_length_are_right(count: int) -> None:
-    """Around the eager limit, and long enough that ranks read each other's memory."""
+    """Lengths around the eager limit, and lengths at which ranks read each other's memory."""
     rows = np.stack([(np.arange(count) * (rank + 3)) % 251 for rank in range(4)]).astype(np.float64)
 
     def live(world: uni.Communicator) -> Any:
-        for _ in range(3):  # the second is the fast path
+        for _ in range(3):  # the second call takes the fast path
             got = world.all_reduce(rows[world.rank].copy())
         return got
 
@@ -93,7 +93,7 @@ def test_a_dropped_world_leaves_no_thread_and_no_descriptor() -> None:
         run_each(lambda world: world.barrier(), worlds).values()
         del worlds
         gc.collect()
-    # The thread that closes what was dropped stays for the life of the process.
+    # The thread that closes dropped communicators stays until the process ends.
     assert until(lambda: len(os.listdir("/proc/self/task")) <= threads + 1)
     assert until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
 
@@ -142,7 +142,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on() -> None:
 
 
 def test_a_rank_whose_thread_used_only_the_fast_path_and_ended_is_missed() -> None:
-    """After its first call the thread no longer waited in Python; it has not closed its rank."""
+    """After its first call the thread waited in the engine; it has ended without closing its rank."""
     worlds = uni.local(2, QUICK)
     x = [np.ones(1), np.ones(1)]
 
@@ -157,7 +157,7 @@ def test_a_rank_whose_thread_used_only_the_fast_path_and_ended_is_missed() -> No
 
 
 def test_no_deadlock_while_a_thread_that_only_sends_may_send_again() -> None:
-    """This very thread, which was here before the world: it sends by the fast path, which runs no Python."""
+    """The thread of the test, which is older than the world, sends by the fast path, which runs no Python."""
     worlds = uni.local(2, QUICK)
 
     def live(world: uni.Communicator) -> list[bytes]:
@@ -216,7 +216,7 @@ def test_many_threads_that_wait_for_one_work_let_python_adopt_it_once() -> None:
 
 
 def test_no_deadlock_while_a_thread_waits_in_the_engine_and_another_is_between_calls() -> None:
-    """Rank 0 is seen to wait by Python; rank 1 makes short calls to itself, which end in the engine."""
+    """Rank 0 waits in Python; rank 1 makes short calls to itself, which end in the engine."""
     worlds = uni.local(2, QUICK)
 
     def live(world: uni.Communicator) -> Any:

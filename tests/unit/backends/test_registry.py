@@ -1,4 +1,4 @@
-"""Which backends there are: ours, those of outside packages, and what a broken one costs the others."""
+"""The list of backends: ours and those of outside packages; a broken package does not affect the others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Install = Callable[..., None]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """`install(module, source, name=target)`: an outside package with its metadata, as pip leaves it."""
+    """`install(module, source, name=target)`: an outside package with its metadata, as pip installs it."""
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(sys.modules)
 

@@ -1,4 +1,4 @@
-"""Views on some ranks of another backend: their ranks, what is refused, which rank gets what."""
+"""Views on some ranks of another backend: ranks, refusals, and the translation of sources and errors."""
 
 from __future__ import annotations
 
@@ -169,11 +169,11 @@ def test_cancelling_goes_through() -> None:
     close_all(members)
 
 
-# -- what it inherits -------------------------------------------------------------------------------------
+# -- capabilities of the parent ---------------------------------------------------------------------------
 
 
 class Fancy(LocalBackend):
-    """A parent with everything: collectives of its own, which never work, device memory, three hosts."""
+    """A parent with every capability: own collectives, which always fail, device memory, three hosts."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -284,7 +284,7 @@ def test_a_deadline_in_a_group_names_the_world_rank_that_is_absent() -> None:
 
 
 def test_a_communicator_on_a_view_counts_from_its_own_zero() -> None:
-    """Its world is the view: the parent's numbers appear nowhere."""
+    """Its world is the view: the ranks of the parent appear nowhere."""
     world = LocalBackend.create(5)
     views = [SubBackend(world[member], [4, 2, 1], ordered=True) for member in (4, 2, 1)]
 

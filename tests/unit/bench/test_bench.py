@@ -1,4 +1,4 @@
-"""Measurements: right formulas, honest ratios, checked results; peers that are missing are named."""
+"""Measurements: correct formulas, ratios with their spread, checked results; missing peers are named."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_summary_has_the_geometric_mean_and_the_cases_in_which_the_peer_is_fas
     for case, ours, theirs in [(slow, 8e-6, 1e-6), (equal, 3e-6, 3e-6), (Case("barrier", 4), 1e-6, 9e-6)]:
         found.add(case, "unisono", ours)
         found.add(case, "mpi", theirs)
-    found.add(Case("scan", 2, 64), "unisono", 1e-6)  # nobody to compare with
+    found.add(Case("scan", 2, 64), "unisono", 1e-6)  # no peer to compare with
     two, four = found.summaries()
     assert (two.ours, two.peer, two.ranks, two.cases) == ("unisono", "mpi", 2, 3)
     assert two.geometric_mean == pytest.approx((2.0 * 0.125 * 1.0) ** (1 / 3))
@@ -168,7 +168,7 @@ def test_a_page_is_made_of_the_results(tmp_path: Path) -> None:
 
 
 class Idle:
-    """Every verb gives what it was made with, and does nothing."""
+    """A system whose verbs do nothing and return a given value."""
 
     def __init__(self, result: Any = None, start: Any = None) -> None:
         self.result, self.start = result, start
@@ -178,7 +178,7 @@ class Idle:
 
 
 class Forgetful(Library):
-    """Gives back what it was given."""
+    """A system whose verbs return their input."""
 
     name, rank, size = "unisono", 1, 2
 
@@ -186,7 +186,7 @@ class Forgetful(Library):
         return {"world": Idle(start=Idle(Idle())), "first": max}
 
 
-# Others are not compared, or on root only.
+# Results of other verbs are not compared, or on root only.
 CHECKED = [
     row
     for row in OPERATIONS
@@ -262,7 +262,7 @@ def test_the_command_prints_writes_and_draws(tmp_path: Path) -> None:
         " --links shm --peers none --rounds 1"
     )
     files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
-    # In a process of its own: matplotlib keeps its fonts open.
+    # In a separate process, because matplotlib keeps its fonts open.
     command = [sys.executable, "-m", "unisono", "bench", *arguments, *files]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The table of measured operations: complete, consistent, and called as a user calls."""
+"""The table of measured operations: complete, consistent, and called in the way of a user."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unisono.bench.ways import WAYS, loop_text
 from unisono.comm.communicator import Communicator
 from unisono.core.call_site import is_users
 
-# What a communicator has that is no operation to measure by itself.
+# Methods of a communicator that are not measured by themselves.
 NOT_MEASURED = {
     "close": "ends a communicator; measured with split, sub, dup and mesh",
     "abort": "ends the job",
@@ -214,7 +214,7 @@ def test_every_library_of_a_system_has_lines() -> None:
 
 
 class Alone(Library):
-    """A rank that makes operands and is never called."""
+    """A rank that makes operands, and whose verbs are never called."""
 
     name, rank, size = "unisono", 1, 3
 

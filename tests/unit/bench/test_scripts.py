@@ -27,7 +27,7 @@ def script(name: str) -> ModuleType:
 @pytest.mark.parametrize(
     ("name", "ranks", "least_s"),
     [
-        # A bare copy of the vector takes 3 s and a bare reduction 6 s, on every rank at the same time.
+        # A copy of the vector takes 3 s and a reduction 6 s, on every rank at the same time.
         ("all_reduce", 2, 3 / 2 + 6 / 2),
         ("all_reduce", 4, 3 * 3 / 4 + 3 * 6 / 4),
         ("broadcast", 4, 3 * 3 / 4),

@@ -1,4 +1,4 @@
-"""The launcher of another node comes to the seed, and learns where programs of torch meet."""
+"""The launcher of another node connects to the seed, and learns the address of torch's store."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def come(source: TicketSource, node: int, seconds: float = 20.0) -> Address:
 
 
 def come_until_refused(source: TicketSource, node: int) -> None:
-    """The seed is told of an ended rank on its own thread."""
+    """Connect until the seed refuses: the seed learns of an ended rank on its own thread."""
     while True:
         come(source, node, 0.3)
 
@@ -54,7 +54,7 @@ def form(seed: Seed) -> None:
 
 def test_every_node_learns_the_address_of_the_store(seed: Seed) -> None:
     source = TicketSource(seed.ticket.text())
-    for node in (1, 3, 1):  # the last one was started again: the world has not formed
+    for node in (1, 3, 1):  # the last rank was started again: the world has not formed
         assert come(source, node) == Address("127.0.0.1", 29871)
     form(seed)
 
@@ -74,7 +74,7 @@ def test_a_job_that_cannot_begin_any_more_says_why(seed: Seed) -> None:
 
 @pytest.mark.parametrize("is_formed", [True, False], ids=["formed", "ended"])
 def test_a_node_waits_for_the_seed_of_its_own_job(seed: Seed, is_formed: bool, tmp_path: Path) -> None:
-    """The job before has used the same ticket file, and node 0 has not ended it yet."""
+    """The previous job has used the same ticket file, and node 0 has not ended that job yet."""
     source = TicketSource(str(tmp_path / "ticket"))
     source.write(seed.ticket)
     come(source, 1)

@@ -1,4 +1,4 @@
-"""Entering a world: rank 0 hosts the seed, the others find it by its file."""
+"""Entering a world: rank 0 hosts the seed, the other ranks find the seed by its ticket file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_ranks_of_one_job_meet_at_their_file(tmp_path: Path) -> None:
 
     source = place(0).source
     assert source is not None
-    source.write(nobody_there())  # an earlier job of the same name has left its ticket
+    source.write(nobody_there())  # the ticket of an earlier job of the same name
     with ThreadPoolExecutor(3) as pool:
         entered = list(pool.map(lambda rank: enter_by(place(rank)), (2, 1, 0)))
     for view, site in entered:
@@ -46,7 +46,7 @@ def test_ranks_of_one_job_meet_at_their_file(tmp_path: Path) -> None:
         assert site.bind == site.advertise == Address("127.0.0.1")
         assert not site.is_encrypted
         assert site.secret == view.secret
-        assert not site.folder.exists()  # removed by the last that left
+        assert not site.folder.exists()  # removed by the last rank that left
     assert len({site.folder for _, site in entered}) == 1
     assert source.path is not None
     assert not source.path.exists()
@@ -68,7 +68,7 @@ def test_a_file_of_a_seed_that_is_complete_is_an_old_one(tmp_path: Path, make_se
     until(lambda: seed.counts["refused"] > 1)
     source.write(newer.ticket)
     view = waiting.result(PATIENCE_S)
-    # The engine's secret comes from the ticket, so that its card must be made for the right one, and once.
+    # The engine's secret comes from the ticket, so its card must be made for the right ticket, and only once.
     assert (view.job, view.cards) == (newer.job, [b"card 2"])
     assert made_for == [seed.ticket, newer.ticket]
 
@@ -76,7 +76,7 @@ def test_a_file_of_a_seed_that_is_complete_is_an_old_one(tmp_path: Path, make_se
 def test_the_end_of_a_process_that_is_older_than_the_seed_is_another_jobs(
     tmp_path: Path, make_seed: MakeSeed
 ) -> None:
-    """The launcher of another host read the ticket file after the next job had put its ticket there."""
+    """The launcher of another host read the ticket file after the next job had written its ticket there."""
     before = time.monotonic()
     seed, _ = make_seed(2)
     after = time.monotonic()

@@ -1,4 +1,4 @@
-"""Folders for sockets: a living process keeps its own; a new one removes what dead processes left."""
+"""Folders for sockets: a living process keeps its own; a new process removes those of dead processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.process.test_run import PATIENCE_S, gone, launched, run
 
 from unisono.bootstrap.folder import enter_socket_folder, own_folder, remove_dead_folders, socket_folder
 
-# Ranks that meet, wait for a word, and then use links that they have not used before.
+# Ranks that join, wait for a line, and then use links that they have not used before.
 WAIT = """
 import os, sys
 import numpy as np
@@ -50,7 +50,7 @@ def test_a_later_job_removes_what_a_killed_one_has_left_and_nothing_that_lives(t
             killed.process.wait(PATIENCE_S)
             assert gone(pids, 2 * 0.5)
         left = folders(tmp_path) - mine
-        assert len(left) == 1  # nobody was there to remove it
+        assert len(left) == 1  # no process was left to remove it
         assert len(list((own_folder(str(tmp_path)) / left.pop()).iterdir())) == 3
 
         assert run("-n", "3", program, env=env)[0] == 0
@@ -63,7 +63,7 @@ def test_a_later_job_removes_what_a_killed_one_has_left_and_nothing_that_lives(t
 
 
 def test_a_process_that_enters_keeps_its_folder_while_others_clean_up(tmp_path: Path) -> None:
-    """Locks belong to open descriptors: threads race here as processes do."""
+    """Locks belong to open descriptors, so threads race here as processes do."""
     stop, faults = threading.Event(), []
 
     def live(token: bytes, name: str) -> None:

@@ -35,7 +35,7 @@ from unisono.errors import RendezvousError
 
 
 class Proxy:
-    """Stands between a worker and the seed, with a certificate of its own or none, and writes all down."""
+    """A proxy between a rank and the seed, with its own certificate or none, that records all bytes."""
 
     def __init__(self, target: Address, context: ssl.SSLContext | None = None) -> None:
         self._target = target

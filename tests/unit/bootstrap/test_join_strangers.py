@@ -115,7 +115,7 @@ def test_a_client_that_guesses_is_slowed_down(make_seed: MakeSeed) -> None:
     times = [guess()[0] for _ in range(limits.FAILURES_PER_MINUTE_MAX)]
     assert min(times) < limits.FAILURE_DELAY_S / 2
     assert guess()[1] >= limits.FAILURE_DELAY_S * 0.9
-    # A client that does not guess is served at once, from the same address too.
+    # A client that does not guess is served at once, even from the same address.
     with stopwatch() as seconds:
         greeted = proven(seed)[0]
         assert seconds() < limits.FAILURE_DELAY_S
@@ -178,7 +178,7 @@ def test_idle_and_slow_connections_do_not_keep_ranks_out(make_seed: MakeSeed, tl
 
 
 class Crowd:
-    """Strangers without end from this very host, as fast as a process can: it keeps 600 connections open."""
+    """A process on this host that opens connections without end as fast as it can, and keeps 600 open."""
 
     PROGRAM = """
 import socket, sys
@@ -223,7 +223,7 @@ while True:
     ids=["idle", "greeting", "garbage", "guessing"],
 )
 def test_no_crowd_keeps_a_rank_out(make_seed: MakeSeed, tls: bool, first_word: bytes) -> None:
-    """Garbage first, so that the address is one that guesses; then connections as fast as they come."""
+    """First garbage, so that the address counts as one that guesses; then connections without pause."""
     seed, ranks = make_seed(4, tls=tls)
     with Crowd(seed, first_word):
         assert [view.rank for view in ranks.all()] == [0, 1, 2, 3]
@@ -261,7 +261,7 @@ def test_a_rank_that_was_evicted_says_so() -> None:
 
 
 def test_a_recorded_tag_is_worth_nothing(make_seed: MakeSeed) -> None:
-    """A client with a copy of a worker's first message is a stranger like any other: not admitted (T5)."""
+    """A client with a copy of a rank's first message is a stranger like any other, and not admitted (T5)."""
     seed, _ = make_seed(2)
     word = b"UNISONO1" + protocol.tagged_nonce(seed.ticket.token, bytes(16))
     with connected(seed) as first, connected(seed) as second:
@@ -330,7 +330,7 @@ def test_a_stranger_costs_a_bounded_amount_of_memory(make_seed: MakeSeed) -> Non
             sock = stack.enter_context(connected(seed))
             sock.sendall(hello)
             assert sock.recv(1)  # the seed has done its part of the handshake
-        # 43 KiB were measured.
+        # Measured: 43 KiB.
         assert rss_bytes() - before < 2 * 43 * 1024 * limits.PENDING_PER_ADDRESS_MAX
 
 

@@ -1,4 +1,4 @@
-"""What a join that runs out of time says."""
+"""The errors of a join that reaches its deadline."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from unisono.bootstrap.ticket import Ticket, TicketSource
 from unisono.environment import Launch, Network
 from unisono.errors import RendezvousError, UsageError
 
-# -- time (what a timeout says) ----------------------------------------------------------------------------
+# -- the text of the timeout -------------------------------------------------------------------------------
 
 
 def test_a_timeout_names_the_ranks_that_joined_and_the_missing_ones(make_seed: MakeSeed, tls: bool) -> None:

@@ -1,4 +1,4 @@
-"""The pure parts: which ranks are admitted and which wait, where ranks meet, what is asked next."""
+"""The pure parts: which ranks are admitted and which wait, where ranks join, and which rank is blamed."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_process_whose_connection_broke_takes_its_own_rank_again() -> None:
     formation.offer(1, a_join(1, 2, instance="same"))
     assert formation.offer(2, a_join(1, 2, instance="other")) is not None
     assert formation.offer(3, a_join(1, 2, instance="same")) is None
-    formation.leave(1)  # the end of the old connection is noticed late
+    formation.leave(1)  # the end of the old connection is noticed only later
     assert formation.ranks_joined() == [1]
 
 
@@ -310,7 +310,7 @@ def test_the_inner_launcher_counts(environ: dict[str, str]) -> None:
 
 def test_alone_is_alone(environ: dict[str, str]) -> None:
     assert environment.launch() is None
-    environ["SLURM_JOB_ID"] = "12"  # a shell inside an allocation is no step
+    environ["SLURM_JOB_ID"] = "12"  # a shell inside an allocation is not a step
     environ["SLURM_PROCID"] = "0"
     assert environment.launch() is None
     assert decide(None, Network()).size == 1
@@ -328,7 +328,7 @@ def test_half_an_environment_is_an_error(environ: dict[str, str], variables: dic
         except UsageError as error:
             assert "are not both numbers" in str(error)  # noqa: PT017 - some variables may be missing
         else:
-            # Without the launcher's sign it is another environment, or none; never a smaller world.
+            # Without the launcher's mark another launcher is recognised, or none; never a smaller world.
             assert found is None or found.size == 4
 
 
@@ -420,7 +420,7 @@ def test_senseless_arguments_are_refused(arguments: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("arguments", [{}, {"rank": 0}])
 def test_a_ticket_alone_makes_no_world_of_one(arguments: dict[str, Any], tmp_path: Path) -> None:
-    """Rank 0 of one would host a seed, and write over the ticket of those who are meant."""
+    """Rank 0 of a world of one would host a seed, and overwrite the ticket of the intended world."""
     ticket = tmp_path / "ticket"
     for network, join in ((Network(join=str(ticket)), None), (Network(), str(ticket))):
         with pytest.raises(UsageError, match=r"neither rank nor size.*unisono run"):
@@ -449,7 +449,7 @@ def test_the_culprit_is_the_rank_that_the_victims_name_or_the_first_that_is_no_v
 
 
 class Odd(Exception):
-    """An exception of the user's own."""
+    """An exception that the user has defined."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The seed, with real sockets: good ranks join, bad members are refused by name, secrets stay secret.
+"""The seed with real sockets: correct ranks join, others are refused by name, secrets stay secret.
 
 The numbers T1 to T16 are those of the threat model in SECURITY.md.
 """
@@ -41,7 +41,7 @@ from unisono.config import Config
 from unisono.core.clock import RealRuntime
 from unisono.errors import RendezvousError, UsageError
 
-# -- good ranks --------------------------------------------------------------------------------------------
+# -- correct ranks -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -68,7 +68,7 @@ def test_every_rank_gets_a_certificate_that_names_it(make_seed: MakeSeed) -> Non
 
 
 def test_ranks_can_talk_tls_with_their_certificates(make_seed: MakeSeed, tmp_path: Path) -> None:
-    """What the engine does with them: TLS 1.3 with both sides authenticated; an outsider is refused (T1)."""
+    """As the engine uses them: TLS 1.3 with both sides authenticated; an outsider is refused (T1)."""
     _, ranks = make_seed(2, tls=True)
     views = ranks.all()
     identities = [view.identity for view in views if view.identity is not None]
@@ -142,7 +142,7 @@ def test_an_advertised_address_stands_in_the_ticket(make_seed: MakeSeed) -> None
 
 
 def listening() -> set[str]:
-    """Local addresses of the TCP sockets of this process that are not connections."""
+    """Local addresses of the listening TCP sockets of this process."""
     inodes = set()
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -163,7 +163,7 @@ def test_the_seed_opens_one_socket_on_loopback_and_ranks_keep_none(make_seed: Ma
     assert listening() - before == {f"tcp 0100007F:{port:04X} 0A"}
     ranks.all()
     deadline = time.monotonic() + PATIENCE_S
-    while listening() - before != {f"tcp 0100007F:{port:04X} 0A"}:  # closed connections go away at once
+    while listening() - before != {f"tcp 0100007F:{port:04X} 0A"}:  # closed connections disappear at once
         assert time.monotonic() < deadline, listening() - before
     seed.close()
     assert listening() - before == set()
@@ -178,7 +178,7 @@ def test_a_wildcard_needs_an_address_to_advertise_and_tls(caplog: pytest.LogCapt
 
 
 def test_insecure_is_loud(caplog: pytest.LogCaptureFixture) -> None:
-    # A documentation address: nothing here has it, so binding fails, after the warning.
+    # A documentation address, which no interface here has: binding fails, after the warning.
     with pytest.raises(RendezvousError, match="cannot listen"):
         Seed(1, version=VERSION, address=Address("192.0.2.99"), insecure=True)
     assert "insecure: ranks join and talk without encryption" in caplog.text
@@ -206,7 +206,7 @@ def test_old_tls_and_other_protocols_are_refused(make_seed: MakeSeed) -> None:
     assert len(ranks.all()) == 2
 
 
-# -- bad members (T6, T11) ---------------------------------------------------------------------------------
+# -- ranks that do not fit (T6, T11) -----------------------------------------------------------------------
 
 
 def test_of_two_that_claim_a_rank_exactly_one_wins(make_seed: MakeSeed, tls: bool) -> None:
@@ -268,14 +268,14 @@ def test_a_rank_that_joins_late_is_told_why(make_seed: MakeSeed, tls: bool) -> N
 def test_a_late_process_with_a_slow_seed_is_not_taken_for_an_older_one(
     tmp_path: Path, make_seed: MakeSeed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The world was complete before it came, so the next one may be its own: it tries until its deadline."""
+    """The world was complete before this process came, so the next world may be its own: it keeps trying."""
     seed, ranks = make_seed(2)
     began = time.monotonic()
     ranks.all()
     source = TicketSource(str(tmp_path / "ticket"))
     source.write(seed.ticket)
     read = protocol.parse_reply
-    # Longer than the world has been complete.
+    # Longer than the time for which the world has been complete.
     delay_s = time.monotonic() - began + 0.5
 
     def read_late(body: bytes) -> protocol.Reply:
@@ -283,7 +283,7 @@ def test_a_late_process_with_a_slow_seed_is_not_taken_for_an_older_one(
         return read(body)
 
     monkeypatch.setattr(protocol, "parse_reply", read_late)
-    monkeypatch.setattr("socket.gethostname", lambda: "another")  # else it is known as a rank of that world
+    monkeypatch.setattr("socket.gethostname", lambda: "another")  # else a known rank of that world
     deadline = RealRuntime().deadline(1.5 * delay_s)
     with pytest.raises(RendezvousError, match=r"could not join within .* refused it: .* is complete"):
         join(source, rank=1, size=2, card=b"", config=Config(), version="1.0", deadline=deadline)

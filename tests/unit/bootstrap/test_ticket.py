@@ -1,4 +1,4 @@
-"""Tickets, addresses, identities: their forms, their secrets, and what is refused."""
+"""Tickets, addresses, identities: their forms, their secrets, and malformed ones that are refused."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_tokens_are_unique_and_look_random() -> None:
     assert {len(token) for token in tokens} == {32}
     ones = sum(int.from_bytes(token).bit_count() for token in tokens)
     assert abs(ones - 128_000) < 6 * 253  # six standard deviations of 256,000 fair coins
-    # No bit is constant, as the head of an encoded key would be.
+    # No bit is constant, unlike the head of an encoded key.
     together = [sum(token[i] for token in tokens) / 1000 for i in range(32)]
     assert all(abs(mean - 127.5) < 6 * 73.9 / 1000**0.5 for mean in together)
 

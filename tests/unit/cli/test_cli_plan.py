@@ -192,7 +192,7 @@ def test_the_command_is_not_imported_before_it_is_called() -> None:
 
 @pytest.mark.parametrize("arguments", [("plan", "all_reduce", "-n", "64"), ("backends",), ("plan", "--list")])
 def test_a_reader_that_leaves_ends_the_printing_only(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    """As `unisono plan ... | head -1` does: what is to be drawn is drawn, and nobody complains."""
+    """As in `unisono plan ... | head -1`: the drawing is still written, and no error is shown."""
     drawing = tmp_path / "plan.svg"
     is_drawn = "-n" in arguments
     with subprocess.Popen(

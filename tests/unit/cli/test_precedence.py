@@ -1,6 +1,6 @@
-"""What decides a setting: an argument or option, then a variable, then the default; all settings.
+"""The precedence for every setting: an argument or option, then a variable, then the default.
 
-A rank's identity (rank, size, the local ones, the ticket) comes from the launcher alone.
+A rank's identity (rank, size, local rank and size, ticket) comes from the launcher alone.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ pytestmark = pytest.mark.more
 
 PATIENCE_S = 60.0
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(Config)}
-# Beside the settings: where ranks meet, and by what. Values as variable, and as option.
+# Further variables: where ranks join, and by which backend. The value of the variable, and of the option.
 PLACES = {"backend": ("iroh", "gloo"), "address": ("localhost", "127.0.0.1"), "advertise": ("h:1", "h:2")}
 
-# Prints what a rank reads; with "nested", what a rank of a launcher reads that this rank starts.
+# Prints the settings that a rank reads; with "nested", those in a rank of a launcher that this rank starts.
 PROGRAM = """
 import dataclasses, json, os, subprocess, sys
 from unisono.config import Config
@@ -77,7 +77,7 @@ def variables_of_all(without: str) -> dict[str, str]:
 
 
 def options_of_all() -> list[str]:
-    """Every setting by an option: one of its own, or --env."""
+    """Every setting as an option: its own option, or --env."""
     own = [word for name, values in PLACES.items() for word in (f"--{name}", values[1])]
     return own + [
         word for name, value in DEFAULTS.items() for word in ("--env", f"UNISONO_{name.upper()}={value}")
@@ -211,7 +211,7 @@ if __name__ == "__main__":
 def test_spawn_is_native_unless_its_argument_says_otherwise(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(SPAWN)
-    # Its ranks are on this host: an address for others is not theirs.
+    # Its ranks are on this host, so an address for other hosts does not apply.
     environ = user_environment(backend="gloo", address="203.0.113.1:4711")
     ended = subprocess.run(
         [sys.executable, str(path)], env=environ, capture_output=True, text=True, timeout=PATIENCE_S

@@ -1,6 +1,6 @@
-"""Ranks of one process give up: every pending operation on every rank ends with the reason.
+"""A rank of this process aborts: every pending operation on every rank ends with the reason.
 
-The promise is half a second; the tests allow a second, and what a loaded machine takes from us.
+Documented are 0.5 s. The tests allow 1 s, in which time without a core on a loaded machine does not count.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ PENDING: dict[str, Callable[[uni.Communicator], Any]] = {
 @pytest.mark.parametrize("verb", PENDING)
 @pytest.mark.parametrize("how", ["exception", "abort"])
 def test_a_rank_that_gives_up_ends_everything_that_is_pending(verb: str, how: str) -> None:
-    """Messages too, and those between other ranks: the rank that aborted takes part in nothing any more."""
+    """Messages end too, also those between other ranks; the aborted rank takes part in nothing any more."""
     gave_up_at: list[float] = []
 
     def live(comm: uni.Communicator) -> Any:
@@ -72,7 +72,7 @@ def test_a_rank_that_gives_up_ends_everything_that_is_pending(verb: str, how: st
         comm.send(b"ready", 3, 1)
         error = ended_by(PeerAborted, lambda: PENDING[verb](comm))
         heard_at = time.monotonic()
-        with pytest.raises(PeerAborted):  # nothing works on it any more
+        with pytest.raises(PeerAborted):  # every operation on it fails
             comm.send(b"x", (comm.rank + 1) % 3)
         return error, heard_at
 
@@ -118,11 +118,11 @@ def test_a_reduce_function_that_raises_is_reported_on_every_rank() -> None:
         assert "Mishap: cannot add" in str(ended[rank])
 
 
-# -- never a wrong answer ---------------------------------------------------------------------------------
+# -- never a wrong result ---------------------------------------------------------------------------------
 
 
 class Forgetful(LocalBackend):
-    """A rank that never sends the `forgotten`-th message of a plan to rank 4, as if it had taken it back."""
+    """A rank that never sends the `forgotten`-th message of a plan to rank 4, as if it had withdrawn it."""
 
     forgotten: int | None = None
     sent = 0
@@ -139,7 +139,7 @@ class Forgetful(LocalBackend):
 
 @pytest.mark.parametrize("forgotten", [1, 2, 4])
 def test_a_gap_in_what_was_sent_is_never_filled_with_what_came_later(forgotten: int) -> None:
-    """Rank 0 scatters; rank 4 passes pieces on to 5, 6 and 7, which must not get a piece of another rank."""
+    """Rank 0 scatters; rank 4 forwards pieces to ranks 5, 6 and 7, which must not get each other's pieces."""
     backends = Forgetful.create(8, Config(segment_bytes=256, eager_bytes=1024))
     backends[0].forgotten = forgotten  # type: ignore[attr-defined]
     x = np.stack([ramp(128, rank, 1) for rank in range(8)])
@@ -158,11 +158,11 @@ def test_a_gap_in_what_was_sent_is_never_filled_with_what_came_later(forgotten: 
     close_all(worlds)
 
 
-# -- any of it, at any time -------------------------------------------------------------------------------
+# -- random endings ---------------------------------------------------------------------------------------
 
 
 def endings(seed: int) -> tuple[int, dict[int, tuple[str, int]]]:
-    """A size, and which ranks end how and at which turn."""
+    """A size; and for each rank that ends, how it ends and at which turn."""
     rng = random.Random(f"endings {seed}")
     size = rng.randint(2, 7)
     who = rng.sample(range(size), rng.randint(1, min(3, size)))
@@ -170,7 +170,7 @@ def endings(seed: int) -> tuple[int, dict[int, tuple[str, int]]]:
 
 
 def live_until_the_end(comm: uni.Communicator, seed: int, struck: dict[int, str]) -> None:
-    """Collectives, messages and groups, until this rank's own end or somebody else's."""
+    """Run collectives, messages and groups, until this rank or another one ends."""
     rng, (size, ends) = random.Random(seed), endings(seed)
     rank = comm.rank
     for turn in range(300):
@@ -228,7 +228,7 @@ def test_whatever_happens_no_rank_hangs_and_only_ended_ranks_are_named(first: in
 def test_an_abort_is_passed_on_before_it_is_raised(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its user may leave at once, and nothing follows a goodbye: the others would miss the wrong rank."""
+    """The caller may close at once, and nothing follows a goodbye: the others would blame the wrong rank."""
     comms = uni.local(3)
     group = comms[1]._group
     send, told = group.control.send, []

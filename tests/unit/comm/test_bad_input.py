@@ -1,8 +1,8 @@
-"""Bad input: refused with what was given and what is allowed, before anything is sent, and nothing is harmed.
+"""Bad input is refused before anything is sent; the error names the value and the allowed ones.
 
-One rank of three makes the bad call, blocking and started; then all three go on as if it had not happened. A
-number that the refused call had used up, or a message that it had sent, would show. All cases share one
-world, so a refusal must also leave the cases after it unharmed.
+One rank of three makes the bad call, blocking and started; then all three make a correct call. A sequence
+number that the refused call had used, or a message that it had sent, would make that call fail. All cases
+share one world, so a refusal must not affect the later cases either.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CALLER = 1  # the rank that makes the bad call; 0 is the usual root
 
 
 class Bad(NamedTuple):
-    """A call on `comm` or on `comm.start`, and words that its error must hold."""
+    """A call on `comm` or on `comm.start`, and words that its error must contain."""
 
     name: str
     call: Callable[[Any], object]
@@ -33,7 +33,7 @@ class Bad(NamedTuple):
 
 
 class Shown:
-    """A value that a test can name; its repr stands in the error."""
+    """A value with a given repr, which must appear in the error."""
 
 
 def ones(*shape: int, dtype: Any = np.float32) -> np.ndarray:
@@ -50,7 +50,7 @@ def strided(*shape: int) -> np.ndarray:
     return ones(*shape, 2)[..., 0]
 
 
-# Every verb with arguments that are right, so that one of them can be spoiled: what goes in, what is filled.
+# Every verb with correct arguments, of which a case replaces one: the inputs, and the memory to fill.
 ARRAY_VERBS: dict[str, Callable[[Any, Any], object]] = {
     "send": lambda c, x: c.send(x, 0),
     "sendrecv": lambda c, x: c.sendrecv(x, 0, ones(3), 0),
@@ -201,7 +201,7 @@ def bad_data() -> list[Bad]:
 
 
 def bad_targets() -> list[Bad]:
-    """Memory that cannot be filled: read-only, not contiguous, no memory at all, of another type or shape."""
+    """Targets that cannot be filled: read-only, not contiguous, no array, of another type or shape."""
     kinds = [
         ("read-only", frozen(3), ("is read-only; allowed: writable memory",)),
         ("bytes", b"abcdefghijkl", ("is read-only; allowed: writable memory",)),
@@ -229,7 +229,7 @@ def bad_targets() -> list[Bad]:
 
 def overlaps() -> list[Bad]:
     def of(call):
-        """`call(comm, whole)` on 30 elements, of which any two parts share memory."""
+        """`call(comm, whole)` on 30 elements, of which it uses two overlapping parts."""
         return lambda c: call(c, np.arange(30, dtype=np.float32))
 
     out = ("out overlaps x; allowed: separate memory",)
@@ -442,7 +442,7 @@ def bad_splits() -> list[Bad]:
 
 
 def bad_groups() -> list[Bad]:
-    """Calls without a Work: `sub` sends nothing, `mesh` checks before it splits."""
+    """Calls that give no Work: `sub` sends nothing, `mesh` checks its arguments before it splits."""
     ranks = ("allowed: ranks 0 to 2",)
     return [
         Bad("sub of none", lambda c: c.sub([]), ("members is empty; allowed: one or more ranks",)),
@@ -486,7 +486,7 @@ STARTABLE = [
 
 @pytest.fixture
 def sent(monkeypatch) -> list[int]:
-    """The ranks that have sent something, in order."""
+    """The ranks that have sent a message, in order."""
     senders: list[int] = []
     start_send = LocalBackend.start_send
 
@@ -578,7 +578,7 @@ def test_an_axis_that_a_mesh_lacks_is_refused_with_those_it_has():
 
 
 def test_what_is_only_read_may_be_read_only_or_strided():
-    """The other half of the rule: nothing is refused that can be handled right."""
+    """The converse: memory that can be handled correctly is not refused."""
 
     def program(comm):
         base = np.arange(36.0).reshape(6, 6) + comm.rank
@@ -609,7 +609,7 @@ def test_what_is_only_read_may_be_read_only_or_strided():
 
 
 def test_an_out_that_does_not_fit_what_root_scatters_ends_the_collective_by_name():
-    """The one argument that a rank can check only with what root has announced."""
+    """The only argument that a rank can check only after root's announcement."""
 
     def program(comm):
         out = np.empty(4 if comm.rank == CALLER else 2, np.float32)

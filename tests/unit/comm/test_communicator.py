@@ -1,4 +1,4 @@
-"""What a communicator says of itself."""
+"""The facts that a communicator gives about itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from unisono.backends.local import LocalBackend
 
 
 class OnTwoHosts(LocalBackend):
-    """Ranks that take turns on two hosts."""
+    """Ranks that alternate between two hosts."""
 
     def hosts(self) -> tuple[int, ...]:
         return tuple(rank % 2 for rank in range(self.size))

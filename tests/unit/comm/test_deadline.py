@@ -36,7 +36,7 @@ CONFIG = {"deadline_s": 7.0, "deadlock_after_s": 0.0}
 
 
 def after_s(operation: Any, **how: Any) -> float:
-    """After how many virtual seconds the operation of rank 0 expires; rank 1 takes part in nothing."""
+    """The virtual seconds after which the operation of rank 0 expires; rank 1 takes part in no operation."""
 
     def program(comm: Any) -> float | None:
         if comm.rank == 1:
@@ -86,7 +86,7 @@ def test_a_group_has_the_deadline_of_its_world() -> None:
 
 @pytest.mark.parametrize("verb", ["all_reduce", "recv"])
 def test_a_call_of_the_engine_that_was_made_before_has_it_too(world: MakeWorld, verb: str) -> None:
-    """The last call has the line, type and shape of those before; its peer makes one call less."""
+    """The last call has the line, type and shape of earlier calls; the peer makes one call less."""
     gone = threading.Event()
 
     def program(comm: Any) -> type | None:

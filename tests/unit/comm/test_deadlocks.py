@@ -1,4 +1,4 @@
-"""Deadlocks among ranks of one process are reported, with the ranks that wait; nothing else is."""
+"""Deadlocks among ranks of one process are reported with the ranks that wait; other waits are not."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_large_sends_to_each_other_without_receives_are_a_deadlock() -> None:
     assert "rank 0 waits for rank 1 in send" in str(ended[1])
 
 
-PATIENT_S = 0.6  # four times the patience of the watch
+PATIENT_S = 0.6  # four times deadlock_after_s
 
 
 @pytest.mark.parametrize("busy", ["computes", "sleeps", "waits for a lock", "waits with a limit"])
@@ -91,7 +91,7 @@ def test_no_deadlock_while_one_rank_is_busy_elsewhere(busy: str) -> None:
 
 
 def test_no_deadlock_while_a_third_thread_will_send_later() -> None:
-    """Every rank has a thread that waits for ever, and yet help comes, from a thread that never waited."""
+    """Every rank has a thread that waits without limit, but a thread that never waited sends the message."""
     worlds = uni.local(2, WATCHFUL)
 
     def help_later() -> None:
@@ -112,7 +112,7 @@ def test_no_deadlock_while_a_third_thread_will_send_later() -> None:
 
 
 def on_threads(*lives: Callable[[], object]) -> None:
-    """Each on a thread of its own, one after the other."""
+    """Run each function on a new thread, one after the other."""
     for live in lives:
         thread = threading.Thread(target=live)
         thread.start()
@@ -129,7 +129,7 @@ DESERTED = {
 
 @pytest.mark.parametrize("waits_for", DESERTED)
 def test_a_rank_whose_threads_have_ended_is_named_in_a_deadlock(waits_for: str) -> None:
-    """A thread that has nothing to do with it runs meanwhile: what it may do for others is not asked."""
+    """An unrelated thread runs meanwhile: threads that have used no rank are not considered."""
     worlds, stop = uni.local(3, WATCHFUL), threading.Event()
     elsewhere = threading.Thread(target=stop.wait, args=(PATIENCE_S,))
     elsewhere.start()
@@ -149,7 +149,7 @@ def test_a_rank_whose_threads_have_ended_is_named_in_a_deadlock(waits_for: str) 
 
 
 def returns_early(comm: uni.Communicator) -> Any:
-    """Rank 1 does nothing at all, and nobody closes anything."""
+    """Rank 1 makes no call, and no rank closes its communicator."""
     return comm.recv_bytes(1) if comm.rank == 0 else None
 
 
@@ -223,7 +223,7 @@ def test_no_deadlock_if_a_new_thread_uses_a_rank_whose_threads_have_ended() -> N
     def live(comm: uni.Communicator) -> Any:
         if comm.rank == 0:
             return comm.recv_bytes(1, 0), comm.recv_bytes(1, 0)
-        comm.send(b"", 0, 5)  # it is here, and takes its time
+        comm.send(b"", 0, 5)  # the thread has used the rank, and computes
         time.sleep(2.5)
         return comm.send(b"second", 0)
 

@@ -22,7 +22,7 @@ def test_async_with_closes_a_communicator_without_stopping_the_loop() -> None:
         into = np.zeros(LONG, np.uint8)
 
         async def receive() -> None:
-            await is_leaving.wait()  # so that the receive is posted while the sender closes
+            await is_leaving.wait()  # the receive is posted while the sender closes
             await receiver.start.recv(into, src=0, timeout=PATIENCE_S)
 
         async with receiver:
@@ -88,7 +88,7 @@ def test_a_blocking_verb_in_a_loop_in_debug_mode_warns(is_debug: bool) -> None:
 
 
 def test_a_verb_that_blocks_a_loop_in_the_engine_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other rank comes only after the warning."""
+    """The other rank makes its call only after the warning."""
     is_warned = threading.Event()
     monkeypatch.setattr(warnings, "showwarning", lambda *about: is_warned.set())
     first, second = uni.local(2, config=uni.Config(stall_query_s=0.01))

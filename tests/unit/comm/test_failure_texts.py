@@ -1,4 +1,4 @@
-"""What the errors of a failure say: what, where, when and why."""
+"""The texts of errors after a failure: what happened, where, when and why."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from unisono.errors import (
     UnisonoError,
 )
 
-# -- what an error says -----------------------------------------------------------------------------------
+# -- the text of an error ---------------------------------------------------------------------------------
 
 
 def errors_of_all_kinds() -> Iterator[tuple[str, UnisonoError, bool]]:
-    """Each with its name and whether a collective raised it."""
+    """Errors with their names, and whether a collective raised them."""
     quick = Config(deadlock_after_s=0.1, stall_query_s=0.05)
 
     worlds = reference_local(2, quick)
@@ -93,7 +93,7 @@ def test_a_later_call_on_a_broken_communicator_shows_what_broke_it() -> None:
     close_all(worlds)
 
 
-# -- control itself fails ---------------------------------------------------------------------------------
+# -- a handler of control messages fails ------------------------------------------------------------------
 
 
 def test_a_rank_whose_control_fails_reports_it_and_goes_on_receiving(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_a_rank_whose_control_fails_reports_it_and_goes_on_receiving(monkeypatch
 
     def program(comm: uni.Communicator) -> Any:
         if comm.rank == 1:
-            comm.recv_bytes(0)  # the others wait in the barrier meanwhile, and ask
+            comm.recv_bytes(0)  # the others wait in the barrier meanwhile, and send stall queries
         elif comm.rank == 0:
             with pytest.raises(PeerAborted) as caught:
                 comm.barrier()

@@ -1,4 +1,4 @@
-"""The fingerprint of a call: 16 bytes, the same in Python and in C++, that any rank can put into words."""
+"""The fingerprint of a call: 16 bytes, the same in Python and C++, from which any rank can name the call."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ F4 = DTYPES["float32"]
 
 
 def random_fields(rng: random.Random) -> tuple[int, ...]:
-    """Each field is small, large or anything."""
+    """Random fields, each small, large or arbitrary."""
     return tuple(rng.choice((0, 1, (1 << width) - 1, rng.getrandbits(width))) for width in WIDTHS)
 
 
@@ -97,7 +97,7 @@ def test_tables_fit_their_fields_and_name_everything_once() -> None:
 
 
 def test_every_collective_verb_has_a_number() -> None:
-    """What a communicator starts as a collective is in the table: a new verb is refused here, not at work."""
+    """Every collective that a communicator starts is in the table; a missing verb fails here."""
     public = {name for name in dir(ReferenceVerbs) if not name.startswith("_")}
     assert public - set(dir(Messages)) == set(COLLECTIVES)
     with uni.local(1)[0] as comm:
@@ -139,7 +139,7 @@ def test_a_record_alone_can_be_put_into_words(data: bytes, words: str) -> None:
 def test_the_shape_of_an_array_says_what_the_caller_knows(
     verb: str, shape: tuple[int, ...], counts: tuple[int, ...]
 ) -> None:
-    """The words of a call of the engine are those of the same call that Python makes."""
+    """A call of the engine is described in the same words as the same call from Python."""
     given = described(F4, counts, shape if verb in verbs_with(Fact.SHAPED) else None)
     data = record(verb, given)
     assert words_of(data, lengths=shape) == words_of(data, given.text)
@@ -281,7 +281,7 @@ def test_arrays_that_travel_together_are_compared_by_type_and_length_in_the_orde
         "float64[3] float32[2]",
     ]
     assert fused([]).text == "[]"
-    # What the call log of the engine knows is enough for the same words.
+    # The call log of the engine holds enough for the same words.
     assert words_of(records[0], lengths=(2, 3)) == words_of(records[0], fused(lists[0]).text)
     many = [(F4, n) for n in range(40)]
     data = record("all_reduce_many", fused(many))
@@ -290,7 +290,7 @@ def test_arrays_that_travel_together_are_compared_by_type_and_length_in_the_orde
 
 
 def test_a_rank_that_is_a_stage_further_may_have_made_the_same_call():
-    """A stall query of a root in its second stage came to ranks that waited for the first: no mismatch."""
+    """A root in its second stage sends a stall query to ranks that wait in the first: this is no mismatch."""
     first = Fingerprint(COLLECTIVES.index("scatter"), 0, 0, 0, 2, 0, 7, 5)
     second = replace(first, stage=1, count=1824, hash=9, algorithm=3)
     assert may_be_one_call(first.pack(), first.pack())

@@ -1,4 +1,4 @@
-"""Communicators that were not used: their groups are made when needed, and their goodbyes go together."""
+"""Unused communicators: their groups are made when needed, and their goodbyes travel together."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_groups_closed_together_send_few_messages() -> None:
 
 
 def goodbyes_of(comm: uni.Communicator, use: Callable[[uni.Communicator], Any], groups_made: int) -> Any:
-    """The goodbyes that a rank sends for groups that all ranks make, use and close; none goes early."""
+    """The goodbyes that a rank sends for groups that all ranks make, use and close; none is sent early."""
     control, sent = comm._group.control, []
     send, send_goodbyes = control.send, control.send_goodbyes
 
@@ -136,7 +136,7 @@ def test_a_group_whose_calls_all_have_made_tells_none_of_them(use: Callable[[Any
         use(comm)  # decided from now on
         sent = goodbyes_of(comm, use, 40)
         assert all(isinstance(message, Goodbyes) for message in sent)
-        # Python finishes a call that stalls on a busy machine, and its goodbye carries the call.
+        # On a busy machine a call may stall; Python then finishes it, and its goodbye carries the call.
         return sum(len(message.calls) for message in sent) < 40, len(sent) <= 2 * 2 * 2
 
     assert run_processes(program, 3) == [(True, True)] * 3
@@ -156,7 +156,7 @@ def test_goodbyes_with_calls_travel_together_too() -> None:
 @pytest.mark.parametrize(
     ("use", "told"),
     [
-        (lambda group: group.all_reduce(np.ones(0)), {0}),  # ends without a message
+        (lambda group: group.all_reduce(np.ones(0)), {0}),  # this call ends without a message
         (lambda group: [group.barrier(), group.all_gather(np.ones(0)), group.barrier()], {0, 1, 2}),
         (lambda group: group.reduce_scatter_v(np.ones(2), [2, *[0] * (group.size - 1)]), {0}),
     ],
@@ -240,7 +240,7 @@ def test_messages_that_nobody_received_are_named_although_the_group_was_not_used
         if comm.rank == 0:
             group.send(np.arange(5, dtype=np.uint8), 1, tag=3)
         comm.barrier()
-        comm.sendrecv(np.ones(1), 1 - comm.rank, np.empty(1), 1 - comm.rank)  # behind the message
+        comm.sendrecv(np.ones(1), 1 - comm.rank, np.empty(1), 1 - comm.rank)  # sent after the message
         with heard() as said:
             if comm.rank == 1:
                 group.close()
@@ -339,7 +339,7 @@ def test_different_shapes_of_a_mesh_are_a_mismatch() -> None:
 
 @pytest.mark.parametrize("is_used", [False, True])
 def test_a_dropped_group_runs_no_python_where_it_is_dropped(is_used: bool) -> None:
-    """Python discards what a signal handler raises in a finalizer: a Ctrl-C that comes just then was lost."""
+    """Python discards what a signal handler raises in a finalizer: a Ctrl-C at that moment would be lost."""
     (comm,) = uni.local(1)
     group = comm.sub([0])
     if is_used:

@@ -150,7 +150,7 @@ def test_ctrl_c_ends_every_blocking_verb_at_once() -> None:
 
 
 def test_ctrl_c_in_the_midst_of_the_work_ends_it_too() -> None:
-    """Wherever the signal strikes in our own code: it comes out, and nothing hangs afterwards."""
+    """Wherever in our own code the signal arrives: KeyboardInterrupt is raised, and nothing hangs later."""
     lines = run_script(HAMMERED)
     assert len(lines) == 60, lines
     for line in lines:
@@ -158,7 +158,7 @@ def test_ctrl_c_in_the_midst_of_the_work_ends_it_too() -> None:
 
 
 def test_a_signal_in_a_wait_leaves_the_receive_withdrawn() -> None:
-    """In this very process: a handler that raises, as Ctrl-C does, while the main thread waits."""
+    """In this process: a signal handler raises, as for Ctrl-C, while the main thread waits."""
     worlds = uni.local(2)
     buffer = np.zeros(2)
 

@@ -1,4 +1,4 @@
-"""What a user left undone is named when the communicator is closed, with its line."""
+"""A closing communicator logs unfinished works and unreceived messages, with the lines that made them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unisono.comm.communicator import Communicator
 
 @contextmanager
 def heard() -> Iterator[list[str]]:
-    """What is logged meanwhile about communicators that are closed."""
+    """The log records of closing communicators during the block."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -53,7 +53,7 @@ def never_joined(comm: Communicator) -> None:
 
 
 def all_seen(comm: Communicator) -> None:
-    """Every way to look at a work, and a mismatch that its caller handled."""
+    """Every way to use a work's result, and a mismatch that its caller handled."""
     works = [comm.start.all_reduce(np.ones(3)) for _ in range(4)]
     uni.wait_all(works[:2])
     while not works[2].done():
@@ -70,7 +70,7 @@ def all_seen(comm: Communicator) -> None:
     with comm.split(0) as group, pytest.raises(uni.CollectiveMismatch):
         group.all_reduce(np.ones(3 + comm.rank))
     with comm.split(0) as late:
-        if comm.rank == 2:  # it gets the others' mismatch in the call that it makes afterwards
+        if comm.rank == 2:  # its next call raises the mismatch of the others
             comm.recv(np.empty(1), 0, tag=2)
         with pytest.raises(uni.CollectiveMismatch):
             late.all_reduce(np.ones(3 + comm.rank))
@@ -79,7 +79,7 @@ def all_seen(comm: Communicator) -> None:
 
 
 def aborted(comm: Communicator) -> None:
-    """What an exception left undone is not worth a word beside it."""
+    """After an exception, unfinished works are not logged."""
     work = comm.start.all_reduce(np.ones(3))
     raise ValueError(f"the root of it, with {work}")
 

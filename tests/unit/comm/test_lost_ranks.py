@@ -1,6 +1,6 @@
-"""Ranks of one process die or leave: every survivor gets the cause, and the root cause wins.
+"""A rank of this process dies or leaves: every survivor gets the cause, and the root cause wins.
 
-The promise is half a second; the tests allow a second, and what a loaded machine takes from us.
+Documented are 0.5 s. The tests allow 1 s, in which time without a core on a loaded machine does not count.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from unisono.errors import (
 @pytest.mark.parametrize("leaves", [False, True], ids=["the receiver stays", "the receiver leaves"])
 @seeds(64, 8)
 def test_every_survivor_learns_which_rank_died_wherever_it_died(first: int, leaves: bool) -> None:
-    """The error names no other rank, although others leave because of it; completed results are right."""
+    """The error names no other rank, although others leave after the death; completed results are right."""
     for seed in range(first, first + 8):
         rng = random.Random(f"victims {seed}")
         size = rng.randint(2, 8)
@@ -83,7 +83,7 @@ def test_two_deaths_are_both_reported_and_no_other_rank_is_blamed(first: int) ->
             if rank not in dead:
                 assert isinstance(error, PeerLost), f"seed {seed}, rank {rank}: {error!r}"
                 assert set(error.ranks) <= dead, f"seed {seed}, rank {rank}: {error}"
-                # A later call names all of them: nothing is forgotten.
+                # A later call names all dead ranks.
                 again = ended_by(PeerLost, worlds[rank].barrier)
                 assert set(again.ranks) == dead, f"seed {seed}, rank {rank}: {again}"
         close_all(worlds)
@@ -182,7 +182,7 @@ def test_a_wait_for_a_rank_that_leaves_ends_with_the_cause() -> None:
 
 @pytest.mark.parametrize("first", list(Lane))
 def test_a_rank_has_left_when_both_lanes_say_so(first: Lane) -> None:
-    """Data and the returned credit travel in different lanes: the goodbye of one lane may overtake either."""
+    """Data and returned credit use different lanes: the goodbye of one lane may overtake the other lane."""
     worlds = uni.local(2)
     group = worlds[0]._group
     work = worlds[0].start.recv_bytes(1)
@@ -199,7 +199,7 @@ def test_what_was_sent_before_leaving_stays_receivable() -> None:
             for i in range(5):
                 comm.send(np.array([i]), 0, tag=i % 2)
             return None
-        ended_by(PeerLost, lambda: comm.recv_bytes(1, 9))  # it has left for sure
+        ended_by(PeerLost, lambda: comm.recv_bytes(1, 9))  # the sender has left
         got = np.empty(1, np.int64)
         order = []
         for tag in (1, 0, 1, 0, 0):
@@ -213,10 +213,10 @@ def test_what_was_sent_before_leaving_stays_receivable() -> None:
 
 @pytest.mark.parametrize("collective", list(NAMED))
 def test_a_rank_that_has_done_its_part_may_leave(collective: str) -> None:
-    """No rank waits for the others to be done, and none fails because one was faster."""
+    """No rank waits until the others are done, and none fails because another was faster."""
 
     class Chosen(random.Random):
-        """Random, but always this collective."""
+        """A random generator that always chooses this collective."""
 
         def choice(self, seq: Any) -> Any:
             return collective if collective in seq else super().choice(seq)
@@ -280,9 +280,9 @@ def test_a_communicator_that_is_dropped_is_lost_to_the_others() -> None:
 
 @contextmanager
 def held_up(world: uni.Communicator, by: uni.Communicator) -> Iterator[Callable[[], None]]:
-    """Hold a rank's ear: a thread is busy handing it a message, and whatever comes now waits behind.
+    """Block the delivery to a rank: a thread is busy with one message, and later ones queue behind it.
 
-    Gives a function that lets it hear again.
+    Yields a function that ends the block.
     """
     group, hears, may_go = world._group, threading.Event(), threading.Event()
     on_control_message = group.on_control_message
@@ -307,13 +307,13 @@ def held_up(world: uni.Communicator, by: uni.Communicator) -> Iterator[Callable[
 
 @pytest.mark.parametrize("what", ["a message", "a collective"])
 def test_an_abort_is_reported_before_the_loss_of_its_rank(what: str) -> None:
-    """Rank 0 fails, says so and leaves while rank 1 is deaf for a moment: what it said comes first."""
+    """Rank 0 fails, aborts and leaves while delivery to rank 1 is blocked: its abort is reported first."""
     worlds = uni.local(3)
     work: uni.Work[Any] = worlds[1].start.recv_bytes(0) if what == "a message" else worlds[1].start.barrier()
     with held_up(worlds[1], by=worlds[2]) as let_go:
         with pytest.raises(ZeroDivisionError), worlds[0]:
             raise ZeroDivisionError("by rank 0")
-        ended_by(DeadlineExceeded, lambda: work.wait(0.05))  # nothing is believed yet
+        ended_by(DeadlineExceeded, lambda: work.wait(0.05))  # no loss is reported yet
         let_go()
         error = ended_by(PeerAborted, lambda: work.wait(PATIENCE_S))
     assert error.rank == 0
@@ -344,7 +344,7 @@ def test_a_survivor_that_leaves_because_of_a_death_is_not_the_culprit() -> None:
 
 @pytest.mark.parametrize("what", ["a message", "a collective"])
 def test_a_cause_in_the_world_explains_a_missing_rank_in_a_group(what: str) -> None:
-    """Rank 0 fails; rank 1 leaves because of it, without having made the group where rank 2 waits for it."""
+    """Rank 0 fails; rank 1 therefore leaves before it has made the group in which rank 2 waits for it."""
 
     def live(world: uni.Communicator) -> Any:
         if world.rank == 0:
@@ -365,7 +365,7 @@ def test_a_cause_in_the_world_explains_a_missing_rank_in_a_group(what: str) -> N
 
 
 def test_a_sendrecv_of_which_half_has_ended_ends_too() -> None:
-    """When it is interrupted, the receive has matched; the send, which has not, must not wait on."""
+    """At the interruption the receive has matched; the send, which has not, must not go on waiting."""
 
     def live(comm: uni.Communicator) -> Any:
         turns = 0
@@ -384,7 +384,7 @@ def test_a_sendrecv_of_which_half_has_ended_ends_too() -> None:
 
 @pytest.mark.parametrize("what", ["a message", "a collective"])
 def test_a_rank_that_dies_while_it_waits_for_a_control_message_ends_too(what: str) -> None:
-    """It has seen that rank 0 is gone, but never gets the cause."""
+    """It has seen that rank 0 has left, but never gets the cause."""
     worlds = reference_local(3)
     work: uni.Work[Any] = worlds[1].start.recv_bytes(0) if what == "a message" else worlds[1].start.barrier()
     with held_up(worlds[1], by=worlds[2]) as let_go:
@@ -396,7 +396,7 @@ def test_a_rank_that_dies_while_it_waits_for_a_control_message_ends_too(what: st
 
 
 def test_the_cause_is_passed_on_through_a_chain_of_ranks_that_leave() -> None:
-    """Each rank waits for the next; the last dies, and all leave, one after the other: all name the last."""
+    """Each rank waits for the next one. The last dies, and all leave one after another: all name the last."""
 
     def live(comm: uni.Communicator) -> Any:
         if comm.rank == comm.size - 1:

@@ -1,4 +1,4 @@
-"""Splits: what they cost and leave behind, how they end, and that their groups never meet."""
+"""Splits: their memory, how their groups end, and that messages of different groups never match."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_a_rank_that_leaves_before_a_split_is_named() -> None:
     assert run_ranks(program, 3).values() == [(1,), None, (1,)]
 
 
-# -- groups never meet ------------------------------------------------------------------------------------
+# -- groups are apart -------------------------------------------------------------------------------------
 
 
 @NATIVE
@@ -232,7 +232,7 @@ def test_a_collective_of_one_group_never_matches_that_of_another() -> None:
         uni.wait_all([first, second])
         return x.tolist(), y.tolist()
 
-    # In `left`: x of rank 0 and y of rank 1; in `right` the others.
+    # In `left` meet x of rank 0 and y of rank 1; in `right` the other two calls.
     left, right = [31.0] * 5, [12.0] * 5
     assert run_ranks(program, 2).values() == [(left, right), (right, left)]
 
@@ -259,7 +259,7 @@ def test_ranks_try_the_next_context_together_if_one_is_taken(
         return (2 if attempt < 2 and sequence else context), descriptor
 
     def program(comm: uni.Communicator) -> Any:
-        splitter_module.identity_of = colliding  # also where ranks are processes
+        splitter_module.identity_of = colliding  # also for ranks in processes
         first = comm.split(0)
         assert first is not None
         control = comm._group.control
@@ -305,7 +305,7 @@ def test_started_splits_overlap_nest_and_leave_out_ranks_without_a_color() -> No
 
 
 def test_a_started_split_makes_its_group_when_it_ends_although_nobody_waits() -> None:
-    """Else a member could wait for ever for one that has closed the parent."""
+    """Otherwise a member could wait for ever for a member that has closed the parent."""
 
     def program(comm: uni.Communicator) -> Any:
         parent = comm.split(0)
@@ -348,7 +348,7 @@ def test_a_started_split_that_is_dropped_leaves_its_group() -> None:
 def test_a_started_split_that_stalls_or_expires_is_pythons() -> None:
     def program(comm: uni.Communicator) -> Any:
         if comm.rank == 1:
-            comm.recv(np.empty(1), 0, timeout=60)  # until rank 0 has waited in vain
+            comm.recv(np.empty(1), 0, timeout=60)  # until rank 0's wait has expired
         work = comm.start.split(0, -comm.rank)
         if comm.rank == 0:
             with pytest.raises(uni.DeadlineExceeded):
@@ -379,14 +379,14 @@ def test_a_world_says_the_goodbyes_of_its_dropped_groups_before_its_own(
     state = pairs[1]._group.state
     works = [pair.start.all_reduce(np.arange(3) * (rank + 1)) for rank, pair in enumerate(pairs)]
     assert [list(work.wait()) for work in works] == [[0, 3, 6]] * 2
-    # The thread for finalizers comes too late.
+    # The thread for finalizers runs too late.
     monkeypatch.setattr(clock._Collected, "_call", lambda self, fn: None)
     del works
     pairs[0] = None  # type: ignore[call-overload]
     gc.collect()
     world[0].close()
     until = time.monotonic() + 60
-    while not state.last_calls:  # the goodbye travels
+    while not state.last_calls:  # the goodbye is sent
         assert time.monotonic() < until
         time.sleep(0.001)
     assert set(state.last_calls) == {0}

@@ -1,9 +1,10 @@
-"""The life of communicators beside a plain model: made, used, broken, aborted, closed, in any order.
+"""Communicators compared with a simple model: made, used, broken, aborted and closed in any order.
 
-The model is a list of groups: the members of each, those that closed it, what broke it, which messages
-wait. Whatever is done next, every member must see what the model says: the right values, or the right error.
+The model is a list of groups. For each it knows the members, those that closed it, what broke it, and the
+messages that wait. After every step each member must get what the model predicts: the right values, or the
+right error.
 
-Operations are started one after the other from one thread, or run on a thread per rank: it must not matter.
+Operations are started one after another from one thread, or run on a thread per rank, with the same outcome.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.more
 
 LIFE = settings(derandomize=True, deadline=None, database=None, max_examples=70, stateful_step_count=30)
 
-# What breaks a group, and the error that its members get from then on.
+# The causes that break a group, and the error that its members get from then on.
 TOLD = {
     "late": uni.DeadlineExceeded,
     "mismatch": uni.CollectiveMismatch,
@@ -48,7 +49,7 @@ BIG = 20_000  # elements of 8 bytes: beyond the eager limit, so that a send wait
 
 @dataclass(eq=False)
 class Message:
-    """A message that waits: `work` if its sender waits too."""
+    """A message that waits for its receive; `work` is set if the sender waits too."""
 
     source: int
     target: int
@@ -59,7 +60,7 @@ class Message:
 
 @dataclass(eq=False)
 class Group:
-    """A communicator as the model sees it; ranks in it are those of the world."""
+    """A communicator in the model, with the world ranks of its members."""
 
     members: tuple[int, ...]
     comms: dict[int, uni.Communicator]
@@ -73,15 +74,15 @@ class Group:
 
     @property
     def open(self) -> list[int]:
-        """Members that can still use it."""
+        """The members that can still use the group."""
         return [rank for rank in self.members if rank not in self.closed]
 
     def here(self, rank: int) -> int:
-        """A world rank's number in this group."""
+        """The rank in this group of a world rank."""
         return self.members.index(rank)
 
     def descendants(self, rank: int) -> list[Group]:
-        """This group and those that a member made from it, and so on."""
+        """This group and all groups that members made from it, directly or indirectly."""
         within = [child for child in self.children if rank in child.members]
         return [self, *itertools.chain.from_iterable(child.descendants(rank) for child in within)]
 
@@ -94,7 +95,7 @@ class Life(RuleBasedStateMachine):
     @initialize(target=groups, size=st.integers(1, 5))
     def world(self, size):
         self.errors: list[Any] = []
-        # A close need not wait for sends that nobody will receive.
+        # A close need not wait for sends that will never be received.
         comms = reference_local(size, uni.Config(flush_s=0.0, deadlock_after_s=0.0))
         self.root = Group(tuple(range(size)), dict(enumerate(comms)))
         self.all = [self.root]
@@ -131,7 +132,7 @@ class Life(RuleBasedStateMachine):
         for rank in ranks:
             with self.expecting(self.refusal(group, rank, is_collective=False)):
                 made[rank] = group.comms[rank].sub([group.here(r) for r in ranks])
-        if len(made) < len(ranks):  # the others have made it, and will miss the rest
+        if len(made) < len(ranks):  # the other members have made the group, and will miss these
             for comm in made.values():
                 comm.close()
             return multiple()
@@ -214,7 +215,7 @@ class Life(RuleBasedStateMachine):
         if source in self.killed:
             return
         if target in group.closed and target not in self.root.closed:
-            return  # it closed this communicator only: whether a send still leaves is nobody's promise
+            return  # the rank closed only this communicator: a send may or may not succeed
         payload = np.arange(count) + 7 * len(self.works)
         expected = self.refusal(group, source, is_collective=False)
         if expected is None and target in self.root.closed:
@@ -246,10 +247,10 @@ class Life(RuleBasedStateMachine):
             with self.expecting(expected):
                 comm.recv(np.empty(BIG, int), here, tag, timeout=0)
         elif found is None and verb == "probe":
-            with contextlib.suppress(uni.PeerLost):  # a poll may or may not notice that all are gone
+            with contextlib.suppress(uni.PeerLost):  # a poll may or may not notice that all others have left
                 assert comm.probe(here, tag, timeout=0) is None
         elif found is None:
-            # The first receive is withdrawn cleanly; the next message goes to the next.
+            # The expired receive has been withdrawn, so the next message goes to the next receive.
             with self.expecting(self.despair(group, target, source) or uni.DeadlineExceeded):
                 comm.recv(np.empty(BIG, int), here, tag, timeout=0.001)
         else:
@@ -279,13 +280,13 @@ class Life(RuleBasedStateMachine):
 
     @rule(group=groups, data=st.data())
     def too_late(self, group, data):
-        """All but one start a collective that cannot end in time."""
+        """All members but one start a collective, which cannot end before its deadline."""
         if not self.is_whole(group) or len(group.members) < 2:
             return
         absent = data.draw(st.sampled_from(group.members))
         works = []
         for rank in set(group.members) - {absent}:
-            with contextlib.suppress(uni.DeadlineExceeded):  # the first may be late before the last begins
+            with contextlib.suppress(uni.DeadlineExceeded):  # the first may expire before the last begins
                 works.append(group.comms[rank].start.all_reduce(np.ones(3), timeout=0.01))
         for work in works:
             with pytest.raises(uni.DeadlineExceeded):
@@ -337,7 +338,7 @@ class Life(RuleBasedStateMachine):
         for within in group.descendants(rank):
             within.closed.add(rank)
             within.gone.add(rank)
-            # Its own sends that wait are taken back; those to it end too.
+            # The rank's own waiting sends are withdrawn; sends to it end too.
             self.drop(
                 within, [m for m in within.queue if m.work is not None and rank in (m.source, m.target)]
             )
@@ -371,20 +372,20 @@ class Life(RuleBasedStateMachine):
                 group.closed.add(rank)
 
     def drop(self, group: Group, messages: list[Message]) -> None:
-        """Messages whose sender waited and will not be met: its send ends with an error."""
+        """Remove messages that will never be received: a send that waits for it ends with an error."""
         for message in list(messages):
             group.queue.remove(message)
             if message.work is not None:
                 with pytest.raises(uni.UnisonoError):
                     message.work.wait(timeout=PATIENCE_S)
 
-    # -- what the model says -----------------------------------------------------------------------------
+    # -- what the model predicts -------------------------------------------------------------------------
 
     def is_whole(self, group: Group) -> bool:
         return group.broken is None and not group.closed
 
     def refusal(self, group: Group, rank: int, *, is_collective: bool) -> type[Exception] | None:
-        """What a member's next operation raises before anything is sent."""
+        """The error that a member's next operation raises before anything is sent, or None."""
         if rank in group.closed:
             return uni.ClosedError
         if group.broken is not None and (is_collective or group.is_aborted):
@@ -392,7 +393,7 @@ class Life(RuleBasedStateMachine):
         return None
 
     def despair(self, group: Group, rank: int, source: Any) -> type[Exception] | None:
-        """Why a receive that finds nothing cannot be served at all."""
+        """The reason why a receive that finds no message can never get one, or None."""
         dead = self.killed & set(group.members)
         if source is uni.ANY:
             others = set(group.members) - {rank}
@@ -402,11 +403,11 @@ class Life(RuleBasedStateMachine):
     def collectively(
         self, group: Group, make, threads: bool, needs_all: bool = True
     ) -> dict[int, Any] | None:
-        """Every member does it; returns the results, or None if all were refused as they must be."""
+        """Every member makes the call; return the results, or None if all were refused as predicted."""
         if self.is_whole(group):
             return self.do(group, make, threads)
         if group.broken is None and group.open:
-            # A rank has left. Calls that need it fail; only those that need every rank are sure to.
+            # A rank has left. A call that needs this rank fails; only calls that need every rank surely do.
             if not needs_all:
                 make = lambda c, rank: c.barrier()  # noqa: E731
             for error in self.fail(group, make):
@@ -441,7 +442,7 @@ class Life(RuleBasedStateMachine):
             with pytest.raises(kind):
                 yield
 
-    # -- at any time -------------------------------------------------------------------------------------
+    # -- invariants --------------------------------------------------------------------------------------
 
     @invariant()
     def queued_messages_are_those_of_the_model(self):
@@ -459,7 +460,7 @@ class Life(RuleBasedStateMachine):
             assert waiting == wanted, f"rank {rank}"
 
     def listening(self, rank: int) -> list[Group]:
-        """The groups whose messages a rank could still receive."""
+        """The groups in which a rank can still receive messages."""
         return [g for g in self.all if rank in g.members and rank not in g.closed and not g.is_aborted]
 
     @invariant()
@@ -520,13 +521,13 @@ def test_communicators_live_and_die_as_the_model_says():
     ids=["aborted", "closed", "cancelled"],
 )
 def test_the_fate_of_a_group_is_kept_for_a_rank_that_makes_it_later(end, kind, words):
-    """Nothing is exchanged to make a sub: one member may have ended it before the other begins."""
+    """`sub` exchanges no messages, so one member may have ended the group before another makes it."""
     comms = uni.local(2)
     end(comms[0].sub([0, 1]))
     late = comms[1].sub([0, 1])
 
     def call_twice():
-        for _ in range(2):  # the first may still meet what was sent before the end
+        for _ in range(2):  # the first call may still match a message that was sent before the end
             late.barrier(timeout=PATIENCE_S)
 
     with pytest.raises(kind, match=words):

@@ -1,4 +1,4 @@
-"""Groups that the edges make: members in any order, and groups for a purpose; works that may be dropped."""
+"""Groups for `pytorch` and `rpc`: members in any order, a group per purpose, works that may be dropped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_group_for_a_purpose_is_made_when_a_member_needs_it_and_counts_for_no_
     def live(comm: uni.Communicator) -> list[Any]:
         everyone = tuple(range(comm.size))
         if comm.rank == 0:
-            comm._sub(everyone, "watching")  # not needed elsewhere yet
+            comm._sub(everyone, "watching")  # no other member needs it yet
         later = comm.sub(everyone)
         found = [later.all_reduce(comm.rank + 1)]
         watching = None if comm.rank == 0 else comm._sub(everyone, "watching")

@@ -35,10 +35,10 @@ from unisono.errors import (
 @pytest.mark.parametrize("size", [4, 5, 8])
 @pytest.mark.parametrize("algorithm", ["ring", "doubling", "tree", "halving_doubling", "flat", "ordered"])
 def test_a_deadline_names_the_rank_that_did_not_come(algorithm: str, size: int) -> None:
-    """Not the neighbour that waits itself: the ranks ask each other.
+    """The error does not name a neighbour that itself waits: the ranks query each other.
 
-    The question goes from rank to rank, each of which must be let run before the deadline: where the machine
-    has no time for that, the same holds with a later one.
+    The query passes from rank to rank, and each must run before the deadline. On a machine that is too busy
+    for that, the test is repeated with a later deadline.
     """
     absent = size - 2
     config = Config(stall_query_s=0.05)
@@ -73,7 +73,7 @@ def test_a_rank_that_was_late_is_not_blamed_for_one_that_never_came() -> None:
                 comm.recv_bytes(peer, 1)
             return None
         if comm.rank == 1:
-            time.sleep(0.25)  # late enough to be asked for, and to be found absent
+            time.sleep(0.25)  # late enough to be queried, and found absent
         error = ended_by(DeadlineExceeded, lambda: comm.all_reduce(np.ones(9), timeout=1.0, algorithm="ring"))
         comm.send(b"done", 2, 1)
         return error.waiting_on
@@ -109,7 +109,7 @@ def test_a_receive_that_ended_early_leaves_its_message_to_the_next(how: str) -> 
     worlds[1].send(np.array([4.0, 5.0]), 0)
     assert worlds[0].recv(second, 1, timeout=PATIENCE_S).nbytes == 16
     assert (first.tolist(), second.tolist()) == ([0, 0], [4, 5])
-    assert worlds[0].start.all_reduce(1).cancel()  # a receive poisons nothing, so this could begin
+    assert worlds[0].start.all_reduce(1).cancel()  # a receive poisons nothing, so this begins
     close_all(worlds)
 
 
@@ -126,7 +126,7 @@ def test_a_collective_that_ended_early_ends_the_communicator_and_messages_pass(h
         for work in works:
             ended_by(kind, lambda work=work: work.wait(PATIENCE_S))
     texts = set()
-    for world in worlds:  # also the rank that never called it
+    for world in worlds:  # also the rank that never made the call
         error = ended_by(kind, lambda world=world: world.all_reduce(1, timeout=PATIENCE_S))
         assert error.operation == ("barrier" if how == "expired" else "all_reduce")
         texts.add(error.what)
@@ -143,7 +143,7 @@ def test_a_collective_that_ended_early_ends_the_communicator_and_messages_pass(h
 
 
 def test_two_threads_on_one_communicator_are_ordered_and_never_mixed() -> None:
-    """Which call meets which is up to chance; that a sum holds one contribution per rank is not."""
+    """Which calls of the ranks match is random, but every sum has exactly one contribution per rank."""
     size, turns = 3, 60
     worlds = uni.local(size, SMALL)
 
@@ -179,7 +179,7 @@ def test_two_threads_with_different_calls_get_the_right_answer_or_a_mismatch() -
 
 
 def test_many_communicators_and_threads_at_once_do_not_meet() -> None:
-    """Four ranks, six communicators of different members each, a thread per communicator and rank."""
+    """Four ranks, six communicators with different members, one thread per communicator and rank."""
     size, turns = 4, 25
     groups: list[list[uni.Communicator]] = []
 
@@ -206,7 +206,7 @@ def test_many_communicators_and_threads_at_once_do_not_meet() -> None:
 
 
 def test_a_verb_inside_a_reduce_function_is_carried_on() -> None:
-    """The thread that waits there is the only one that could: it must not wait for itself."""
+    """Only the thread that waits there could continue the work: it must not wait for itself."""
 
     def live(comm: uni.Communicator) -> Any:
         inner = comm.split(0)

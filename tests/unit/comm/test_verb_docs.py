@@ -1,4 +1,4 @@
-"""What `help` says about the arguments and errors of every verb."""
+"""The text of `help` about the arguments and errors of every verb."""
 
 from __future__ import annotations
 

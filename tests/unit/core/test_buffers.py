@@ -1,4 +1,4 @@
-"""Buffers: memory of every kind seen without a copy, given back in its kind, or refused in plain words."""
+"""Buffers: arrays of every family are used without a copy, returned in their family, or refused clearly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NATIVE = [name for name in DTYPES if name != "bfloat16"]
 
 
 class Foreign:
-    """An array of another library, as JAX's: nothing but DLPack. `is_old` speaks the first version of it."""
+    """An array of another library, like JAX's, with nothing but DLPack; with `is_old` its first version."""
 
     def __init__(self, held, *, is_old: bool = False, device: tuple[int, int] | None = None) -> None:
         self.held = held
@@ -47,7 +47,7 @@ def ramp(n: int, dtype="float32") -> np.ndarray:
 
 
 def pointer(given) -> int:
-    """Where the memory of something lies, found without the code under test."""
+    """The address of an array's memory, found without the code under test."""
     if isinstance(given, torch.Tensor):
         return given.data_ptr()
     if isinstance(given, Foreign):
@@ -226,7 +226,7 @@ def test_torch_slices_are_read_right(n, step, turned):
 
 
 class _Broken:
-    """Offers the buffer protocol's looks and not its substance."""
+    """Has `__array__`, which raises."""
 
     def __array__(self):
         raise RuntimeError
@@ -367,7 +367,7 @@ def test_torch_memory_is_filled_without_disturbing_autograd():
 
 
 def contribution(kind: str, rank: int):
-    """The same values in every kind of memory: rank 0 has 0..5, rank 1 has 1..6, ..."""
+    """The same values in arrays of every family: rank 0 has 0..5, rank 1 has 1..6, ..."""
     values = np.arange(6) + rank
     match kind:
         case "memoryview":

@@ -1,4 +1,4 @@
-"""Waiting for a request that ends while its peer leaves."""
+"""A wait for a request that ends while its peer leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The user's line: of calls that the engine and Python log, through libraries that call for the user."""
+"""The line of the user in logs and errors, also when a library makes the call for the user."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def comm() -> Iterator[uni.Communicator]:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A folder of a library that is hidden during the test."""
+    """The folder of a library whose frames are hidden during the test."""
     monkeypatch.setattr(call_site, "_hidden", call_site._hidden)
     call_site.hide_folder("/somewhere/library")
     yield "/somewhere/library/verbs.py"
@@ -34,7 +34,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def made_in(filename: str) -> Callable[[Callable[[], Any]], Any]:
-    """A function of this file that calls what it is given."""
+    """A function in a given file that calls its argument."""
     scope: dict[str, Any] = {}
     exec(compile("def call(fn):\n    return fn()\n", filename, "exec"), scope)
     call: Callable[[Callable[[], Any]], Any] = scope["call"]

@@ -29,7 +29,7 @@ QUICK = settings(derandomize=True, deadline=None, database=None, max_examples=10
 
 
 class StoppedClock(RealRuntime):
-    """A clock that shows the time it is set to."""
+    """A clock that stands at the time to which it is set."""
 
     def __init__(self, now: float) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_waiting_ends_with_the_event_or_the_time():
 
 
 def interrupt_at(step: int, call: Callable[[], object]) -> bool:
-    """Raise KeyboardInterrupt before the given bytecode of a call; False if it has fewer."""
+    """Raise KeyboardInterrupt before the n-th bytecode of a call; return False if the call has fewer."""
     left = step
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
@@ -142,7 +142,7 @@ def test_a_signal_at_any_point_of_a_wait_leaves_the_event_usable(is_open: bool) 
     for step in itertools.count(1):
         event = RealEvent()
         if is_open:
-            event._gate.release()  # as in the midst of `set`: the wait passes the gate
+            event._gate.release()  # as in the middle of `set`: the wait passes the gate
         was_interrupted = interrupt_at(step, partial(event.wait, 0.0))
         waiters = [threading.Thread(target=event.wait, daemon=True) for _ in range(2)]
         for waiter in waiters:
@@ -196,7 +196,7 @@ def test_a_time_that_has_passed_is_now():
 def test_an_earlier_timer_overtakes_one_that_is_waited_for():
     runtime, ran, done = RealRuntime(), [], threading.Event()
     late = runtime.call_at(runtime.now() + 3600, lambda: ran.append("late"))
-    wait_until(lambda: runtime._timers._changed._waiters)  # the thread sleeps
+    wait_until(lambda: runtime._timers._changed._waiters)  # the timer thread sleeps
     runtime.call_at(runtime.now(), done.set)
     assert done.wait(PATIENCE_S)
     late.cancel()
@@ -245,7 +245,7 @@ def test_a_cancelled_timer_does_not_run():
     runtime.call_at(start + 0.01, done.set)
     assert done.wait(PATIENCE_S)
     assert ran == [1, 3, 5, 7, 9]
-    timers[1].cancel()  # too late, and harmless
+    timers[1].cancel()  # too late, and without effect
 
 
 def test_a_timer_that_fails_costs_the_others_nothing(caplog):
@@ -298,12 +298,12 @@ def test_timers_can_be_set_and_cancelled_from_many_threads():
         worker.join(PATIENCE_S)
     wait_until(lambda: not timer_threads())
     assert sum(threads) == 6 * 67
-    # A timer that was set after its time may run before it can be cancelled.
+    # A timer whose time had passed when it was set may run before it can be cancelled.
     assert len(ran) >= sum(threads)
     assert runtime.now() >= due
 
 
-# -- what a user sees of it ------------------------------------------------------------------------------
+# -- timeouts and timers in the public API ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("timeout", [-1, math.nan, "soon", True])
@@ -367,7 +367,7 @@ print("ended")
 
 
 def test_frames_are_read_while_there_is_garbage_that_needs_the_lock_of_threads() -> None:
-    """CPython would wait for itself: see current_frames."""
+    """CPython would deadlock: see current_frames."""
     ended = subprocess.run(
         [sys.executable, "-c", COLLECTS_WHILE_FRAMES_ARE_MADE], capture_output=True, text=True, timeout=60
     )

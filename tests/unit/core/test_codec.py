@@ -1,4 +1,4 @@
-"""The codec: what goes in comes out, and no bytes from outside do more than raise a ProtocolError."""
+"""The codec: values come back unchanged, and hostile bytes can only cause a ProtocolError."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Point:
 @register
 @dataclasses.dataclass(frozen=True)
 class Sealed:
-    """Frozen, and with a field that its constructor would not take."""
+    """A frozen dataclass with a field that its constructor does not accept."""
 
     name: str
     size: int = dataclasses.field(init=False, default=0)
@@ -61,7 +61,7 @@ class Empty:
     pass
 
 
-# -- what goes in comes out ---------------------------------------------------------------------------
+# -- values come back unchanged -----------------------------------------------------------------------
 
 
 def same(a, b) -> bool:
@@ -159,7 +159,7 @@ VALUES = st.recursive(
 @given(VALUES)
 @example((1, [2, (3,)], {"a": (), 5: {None: frozenset()}}))
 @example([2**64 - 1, 2**64, -(2**63), -(2**63) - 1, True, 1, 1.0, -0.0, float("nan")])
-@example([np.array(5.0), np.zeros((0, 3)), b"", bytearray(), ""])  # memory that may have no address
+@example([np.array(5.0), np.zeros((0, 3)), b"", bytearray(), ""])  # whose memory may have no address
 def test_any_value_comes_back_as_itself(value):
     assert same(unpack(pack(value)), value)
 
@@ -172,7 +172,7 @@ def test_a_value_in_parts_is_the_same_value(value):
     assert same(unpack_parts(head, copies), value)
 
 
-# Around every length at which the form changes: u8 or u64 lengths, inline or a blob.
+# Lengths around every threshold of the format: u8 or u64 lengths, inline or a blob.
 LENGTHS = [
     0,
     1,
@@ -229,7 +229,7 @@ def test_long_arrays_start_at_multiples_of_64_bytes_also_in_several_objects_in_a
             assert address % 64 == 0
     shifted = row[1 : 1 + len(packed)]
     shifted[:] = np.frombuffer(packed, np.uint8)
-    first = unpack(shifted)[0]  # nobody can compute with a double at an odd address: it was copied
+    first = unpack(shifted)[0]  # a double at an odd address cannot be used, so it was copied
     assert first.ctypes.data % 8 == 0
     assert same(first, one[0])
 
@@ -241,11 +241,11 @@ def test_bytearrays_and_memoryviews_arrive_as_bytearrays():
 
 
 class Rows(list):
-    """A list with something more, which does not travel."""
+    """A list with an additional attribute, which is not sent."""
 
 
 class Locked(dict):
-    """A dict whose own way of looking up is another."""
+    """A dict that overrides its lookup."""
 
     def __getitem__(self, key):
         raise KeyError(key)
@@ -277,7 +277,7 @@ def test_a_status_and_registered_named_tuples_arrive_as_themselves():
     assert got[0] == value[0]
     assert same(got[1].stop, {"x": np.arange(3)})
     assert [type(key) for key in got[2]] == [Span]
-    assert same(unpack(pack((1, (2,)))), (1, (2,)))  # a plain tuple stays one
+    assert same(unpack(pack((1, (2,)))), (1, (2,)))  # a plain tuple stays a tuple
 
 
 def test_a_status_that_somebody_made_by_force_is_packed_by_its_fields():
@@ -347,7 +347,7 @@ def test_arrays_can_be_written_whatever_memory_they_came_in(count):
             back = unpack(memory)
             assert type(back) is type(value)
             back[0] = 7
-    assert unpack(packed).tolist() == list(range(count))  # bytes stay what they are
+    assert unpack(packed).tolist() == list(range(count))  # bytes stay bytes
 
 
 @pytest.mark.parametrize("value", [None, [1, "x"], {"k": np.arange(5000)}], ids=["none", "short", "long"])
@@ -445,7 +445,7 @@ class Bare:
 @register
 @dataclasses.dataclass
 class Hooked:
-    """Its own ways to make it and to set its fields are not taken."""
+    """A class whose own constructor and attribute setter must not be called."""
 
     x: int
 
@@ -505,7 +505,7 @@ def test_a_record_of_other_values_or_fields_is_a_protocol_error(value):
             unpack((cut << 16 | packed[0] | packed[1] << 8).to_bytes(8, "little") + packed[8:cut])
 
 
-# -- what has no place in it --------------------------------------------------------------------------
+# -- values that are refused --------------------------------------------------------------------------
 
 
 class Unknown:
@@ -588,7 +588,7 @@ class Refusing:
 @register
 @dataclasses.dataclass
 class Shrinking:
-    """Changes its neighbours while it is packed."""
+    """Changes its container while it is packed."""
 
     neighbours: object
 
@@ -609,7 +609,7 @@ def test_an_error_of_the_users_own_comes_out_as_it_is_and_nothing_is_kept():
             pack(value)
         with pytest.raises(KeyError, match="not today"):
             pack_parts(value)
-    value[1]["k"][0].append(1)  # nobody holds it any more
+    value[1]["k"][0].append(1)  # no reference is left
     assert (sys.getrefcount(data), sys.getrefcount(refusing), sys.getrefcount(value[1])) == before
 
 
@@ -669,7 +669,7 @@ def test_only_dataclasses_are_registered():
 
 def test_a_name_means_one_dataclass():
     again = dataclasses.make_dataclass("Point", ["x", "y"], namespace={"__module__": Point.__module__})
-    assert register(again) is again  # the same fields: a module that was loaded twice
+    assert register(again) is again  # the same fields: the module was loaded twice
     other = dataclasses.make_dataclass("Point", ["x", "z"], namespace={"__module__": Point.__module__})
     with pytest.raises(UsageError, match=r"another class is registered as '.*\.Point'"):
         register(other)
@@ -685,7 +685,7 @@ def test_objects_keep_their_types_across_ranks():
         for rank, (data, array, text) in enumerate(long):
             assert same([data, text], [b"x" * (5000 + rank), "y" * 4097])
             assert same(array, np.arange(9001.0) + rank)
-            array[:] = -1  # memory of its own, or at least nobody else's
+            array[:] = -1  # its own memory, not shared with another rank
         assert [len(data) for data, _, _ in long] == [5000 + rank for rank in range(comm.size)]
         return same(first, {"rank": 1, "pair": (1, 2.5), "point": Point(0.5, {3: np.arange(2)})}) and all(
             same(v, (r, torch.full((2,), r))) for r, v in enumerate(everyone)
@@ -696,7 +696,7 @@ def test_objects_keep_their_types_across_ranks():
 
 # -- no code from the wire ----------------------------------------------------------------------------
 
-# What turns data into code, or finds code by a name that data may hold.
+# Modules that turn data into code, or find code by a name that data may contain.
 FORBIDDEN_IMPORTS = {
     "pickle",
     "_pickle",
@@ -710,11 +710,11 @@ FORBIDDEN_IMPORTS = {
     "runpy",
     "code",
 }
-# Subcommands by the names in a table of its own; a spawned rank runs what its parent process names.
+# Subcommands are found by names in the module's own table; a spawned rank runs what its parent names.
 EXEMPT = {
     "cli/__init__.py": ("import_module",),
     "launcher/program.py": ("runpy", "import_module"),
-    # The loops that it measures are lines of its own table (bench/operations.py): nothing comes from outside.
+    # The measured loops are lines of its own table (bench/operations.py): no text comes from outside.
     "bench/libraries.py": ("eval", "exec", "compile"),
 }
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "import_module"}
@@ -773,7 +773,7 @@ def test_nothing_of_pickle_is_loaded_by_the_codec():
         subprocess.run([sys.executable, "-c", s], capture_output=True, text=True, check=True).stdout
         for s in (script, clean)
     )
-    assert ours == theirs  # NumPy brings its own
+    assert ours == theirs  # NumPy loads its own
 
 
 def test_structs_travel_like_dataclasses():

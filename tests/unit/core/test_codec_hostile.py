@@ -1,4 +1,4 @@
-"""Bytes from others: whatever they are, the codec gives a value or a ProtocolError, in little memory."""
+"""Arbitrary bytes from peers: the codec gives a value or a ProtocolError, and uses little memory."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_malformed_objects_are_protocol_errors(data, blobs):
 
 
 def test_the_builder_of_these_tests_makes_what_the_codec_reads():
-    """Else the cases above would be refused for another reason."""
+    """Otherwise the cases above might be refused for another reason."""
     assert unpack(head(LIST, 2, INT8, 5, text("x"))) == [5, "x"]
     assert unpack(record(POINT, XY, bytes([LIST, 2, INT8, 1, NONE]))) == Point(1)
     assert unpack(head(EXTENSION, SET, LIST, 1, NONE)) == {None}
@@ -247,7 +247,7 @@ def test_a_spoiled_pack_is_a_value_or_a_protocol_error(value, data):
 
 @pytest.fixture
 def little_memory():
-    """The process may take 64 MiB more than it has."""
+    """Limit the process to 64 MiB more address space than it has."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (64 << 20), before[1]))
@@ -257,7 +257,7 @@ def little_memory():
 
 @pytest.mark.usefixtures("little_memory")
 def test_no_bomb_takes_memory():
-    """A length that was believed would be a MemoryError here."""
+    """Memory allocated by a forged length would raise a MemoryError here."""
     for _, data, blobs in MALFORMED:
         with pytest.raises(ProtocolError):
             unpack_parts(data, blobs)

@@ -55,7 +55,7 @@ def test_codes_count_up_in_the_order_of_the_table():
 
 @pytest.mark.parametrize("name", [name for name in DTYPES if name != "bool"])
 def test_the_native_kernels_read_the_same_codes(name):
-    """A code that meant another type or operation there would show in 3 + 2 = 5 or 3 * 2 = 6."""
+    """A code with another meaning there would give a result other than 3 + 2 = 5 or 3 * 2 = 6."""
     dtype, kind = DTYPES[name], numpy_type(name)
     for code, wanted in ((OpCode.SUM, 5), (OpCode.PROD, 6)):
         out = np.array([2], kind).view(dtype.storage)

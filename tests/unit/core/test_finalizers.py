@@ -1,4 +1,4 @@
-"""Finalizers: what follows when an object was dropped, and that no Python code runs where it is dropped."""
+"""Finalizers: calls after an object was dropped, made on another thread and never where it was dropped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unisono.core.clock import RealRuntime
 
 
 class Node:
-    """An object that can be watched, and be part of a cycle."""
+    """An object that can have weak references, and be part of a cycle."""
 
     def __init__(self) -> None:
         self.kept: Any = None
@@ -47,7 +47,7 @@ def test_the_call_follows_on_another_thread(is_cyclic: bool) -> None:
 
 
 def test_calls_wait_while_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A moment without memory ended the thread for finalizers, and no finalizer was called ever after."""
+    """A short lack of memory must not end the thread for finalizers, after which none would be called."""
     runtime, called, refused = RealRuntime(), threading.Event(), threading.Event()
     start, attempts = threading._start_new_thread, itertools.count()  # type: ignore[attr-defined]
 
@@ -89,7 +89,7 @@ def test_a_detached_finalizer_is_not_called() -> None:
     assert finalizers[1].detach()
     assert not finalizers[1].detach()
     last = Node()
-    runtime.finalizer(last, called.set)  # calls are made in the order of the drops
+    runtime.finalizer(last, called.set)  # calls are made in the order in which objects are dropped
     while nodes:
         nodes.pop(0)
     del last
@@ -98,7 +98,7 @@ def test_a_detached_finalizer_is_not_called() -> None:
 
 
 def drop_quietly(holder: list[Any]) -> list[str]:
-    """Drop what is in a list; returns the Python functions that were called meanwhile."""
+    """Drop the contents of a list; return the Python functions that were called meanwhile."""
     called: list[str] = []
     sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
     try:
@@ -110,5 +110,5 @@ def drop_quietly(holder: list[Any]) -> list[str]:
 
 @pytest.mark.parametrize("make", [uni.local, LocalBackend.create])
 def test_a_dropped_world_or_backend_runs_no_python_where_it_is_dropped(make: Callable[[int], Any]) -> None:
-    """Python discards what a signal handler raises in a finalizer: a Ctrl-C that comes just then was lost."""
+    """Python discards what a signal handler raises in a finalizer: a Ctrl-C at that moment would be lost."""
     assert drop_quietly([make(1)]) == []

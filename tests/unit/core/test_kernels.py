@@ -19,8 +19,8 @@ from unisono.errors import UsageError
 
 Array = np.ndarray[Any, Any]
 
-# Every tail after zero to several vectors; both sides of the page from which stores are lined up; odd ones
-# that are long enough to run without the GIL.
+# Every tail after zero to several vectors; both sides of the page size from which stores are aligned; odd
+# lengths that are long enough to run without the GIL.
 LENGTHS = [*range(68), 509, 1023, 1024, 2053, 4099, 100_003]
 
 PAIRS = [
@@ -50,7 +50,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """NumPy warns of overflow and NaN, which are what is tested."""
+    """Silence NumPy's warnings of overflow and NaN, which are what is tested."""
     with np.errstate(all="ignore"):
         yield
 
@@ -106,7 +106,7 @@ def test_all_operands_may_be_the_same_memory(isa: str, dtype: DType, code: OpCod
     squared = a.copy()
     _native.reduce(squared, squared, squared, dtype.code, code)
     assert_same_bits(squared, oracle(a, a, dtype, code))
-    # The same memory by way of another object.
+    # The same memory through another object.
     dst = a.copy()
     _native.reduce(dst, dst[:], b, dtype.code, code)
     assert_same_bits(dst, oracle(a, b, dtype, code))
@@ -163,8 +163,8 @@ def test_every_half_widens_to_its_value(isa: str, dtype: DType) -> None:
 def test_narrowing_rounds_to_nearest_even(isa: str, dtype: DType) -> None:
     step = 1 << (MANTISSA_BITS["float32"] - MANTISSA_BITS[dtype.name])
     values = widen(np.arange(65536, dtype=np.uint16), dtype).view(np.uint32)
-    # On every value, halfway to its neighbour and a hair to either side of both. float16's subnormals have
-    # their halfways elsewhere: `tiny` is multiples of an eighth of the smallest.
+    # On every value, halfway to its neighbour, and just beside both. The halfway points of float16's
+    # subnormals lie elsewhere: `tiny` holds multiples of an eighth of the smallest.
     near = [values + np.uint32(offset) for offset in (0, 1, step // 2 - 1, step // 2, step // 2 + 1)]
     near.append(values - np.uint32(1))
     rng = np.random.default_rng(11)
@@ -481,8 +481,8 @@ def test_a_long_call_lets_other_threads_run(kernel: Any) -> None:
     interval = sys.getswitchinterval()
     other.start()
     ready.wait()
-    # The interpreter is kept from switching threads by itself: the other one runs only if a kernel lets it. A
-    # thread may be slow to wake, so it has many calls to do so.
+    # The interpreter's own thread switches are disabled: the other thread runs only if a kernel releases the
+    # GIL. A thread may wake slowly, so there are many calls.
     sys.setswitchinterval(100)
     try:
         go.set()
@@ -515,7 +515,7 @@ UFUNC = {
 
 
 def oracle(a: Array, b: Array, dtype: DType, code: OpCode) -> Array:
-    """What NumPy gives for a op b, with the one NaN and the order of zeros that the kernels promise."""
+    """NumPy's result of a op b, with the single NaN and the order of zeros that the kernels promise."""
     if dtype.kind is Kind.COMPLEX:
         name = COMPONENT[dtype.name]
         a, b = (x.view(numpy_type(name)).reshape(-1, 2) for x in (a, b))
@@ -576,7 +576,7 @@ def special_bits(name: str) -> Array:
 
 
 def sample(dtype: DType, length: int, seed: int) -> Array:
-    """Return random bits with a good share of ordinary numbers and of values at which things go wrong."""
+    """Return random bits with a good share of ordinary numbers and of special values."""
     rng = np.random.default_rng([seed, dtype.code, length])
     if dtype.kind is Kind.BOOL:
         return rng.integers(0, 2, length).astype(np.bool_)

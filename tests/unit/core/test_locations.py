@@ -48,7 +48,7 @@ def sample(dtype: DType, rows: int, seed: int) -> Array:
 
 
 def oracle(a: Array, b: Array, dtype: DType, op: str) -> Array:
-    """One row after the other: the rule of native/kernels/kernels.hpp, in Python's own numbers."""
+    """The rule of native/kernels/kernels.hpp in Python's own numbers, row by row."""
     kind = numpy_type(dtype)
     both = (x.view(kind).reshape(-1, 2).tolist() for x in (a, b))
     rows = [
@@ -61,12 +61,12 @@ def oracle(a: Array, b: Array, dtype: DType, op: str) -> Array:
 
 
 def _order(x: float) -> tuple[Any, ...]:
-    """Numbers in order, -0.0 below 0.0, NaN above all."""
+    """A sort key for numbers: -0.0 is below 0.0, and NaN above all."""
     return (x != x, 0 if x != x else x, 0 if x != x else math.copysign(1, x))
 
 
 def _place(value: float, op: str) -> tuple[Any, ...]:
-    """The best value first: NaN, then the largest or the smallest."""
+    """A sort key with the best value first: NaN, then the largest or the smallest."""
     if value != value:
         return (0,)
     sign = -1 if op == "maxloc" else 1
@@ -79,7 +79,7 @@ def test_pairs_are_those_of_the_rule_at_every_length(isa: str, dtype: DType, op:
     for rows in (*range(20), 67, 2053):
         a, b = sample(dtype, rows, 1), sample(dtype, rows, 2)
         want = oracle(a, b, dtype, op).tobytes()
-        for left in (False, True):  # the order does not matter, down to the bit
+        for left in (False, True):  # the order does not change a bit
             dst, src = a.copy(), b.copy()
             reduce_into(dst, src, as_op(op), dtype, left)
             assert dst.tobytes() == want

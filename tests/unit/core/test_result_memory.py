@@ -1,4 +1,4 @@
-"""Memory of results: used again once nobody holds it, never before, and bounded."""
+"""Memory of results: reused once no reference to it is left, never before, and bounded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unisono.core.buffers import empty
 from unisono.core.dtypes import DTYPES
 
 KIB, MIB = 2**10, 2**20
-# From the allocator, in pages of the system, in huge pages: both sides of each threshold, odd lengths.
+# Lengths around the thresholds between allocator, mapped pages and huge pages, some of them odd.
 LENGTHS = [POOLED_BYTES_MIN, 100_003, MIB - 1, MIB, 3 * MIB + 5, 4 * MIB - 1, 4 * MIB, 17 * MIB + 1]
 
 

@@ -1,4 +1,4 @@
-"""Works: which thread carries an operation on, how it ends, and what several waiting threads get."""
+"""Works: the thread that steps an operation, how it ends, and the results of several waiting threads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from unisono.simulation import Network, now, sleep
 
 
 class CountingRuntime(RealRuntime):
-    """Counts the readings of the clock: a thread that does not sleep reads it all the time."""
+    """Counts the readings of the clock: a thread that polls instead of sleeping reads it all the time."""
 
     looks = 0
 
@@ -49,7 +49,7 @@ class CountingRuntime(RealRuntime):
 
 
 class HookedRuntime(RealRuntime):
-    """Does something each time that somebody looks at the clock, which then jumps ahead by an hour."""
+    """Calls a function at each reading of the clock, which then jumps ahead by an hour."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class HookedRuntime(RealRuntime):
 
 
 class Started:
-    """A work, its task and what the test may do to it."""
+    """A work and its task, and what the test has recorded of them."""
 
     def __init__(self, steps, *, timers: bool = True, runtime: RealRuntime | None = None, **call) -> None:
         self.runtime = runtime if runtime is not None else RealRuntime()
@@ -83,7 +83,7 @@ def start(steps, **how) -> Work:
 
 
 def gate(result: object = None, error: Exception | None = None):
-    """An operation that waits for one request; it is opened by completing the request."""
+    """An operation that waits for one request, which the test completes."""
     request = Request(0)
 
     def steps(call):
@@ -108,7 +108,7 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0)
 
 
-# -- to the end ------------------------------------------------------------------------------------------
+# -- ends ------------------------------------------------------------------------------------------------
 
 
 def test_an_operation_that_needs_nobody_is_done_at_once():
@@ -190,11 +190,11 @@ def test_a_work_without_a_waiter_is_continued_by_the_thread_that_ended_its_reque
 
 
 def test_a_waiter_that_gives_up_hands_the_work_back():
-    """It is woken and out of time at once: nobody else would take the step."""
+    """The waiter is woken at the moment its time is up: no other thread would take the step."""
     runtime = HookedRuntime()
     request, steps = gate("x")
     work = start(steps, runtime=runtime, timers=False)
-    # The first look makes a deadline of the timeout; the second finds that it has passed.
+    # The first reading of the clock makes the deadline; at the second it has passed.
     runtime.hooks = [lambda: None, request.complete]
     with pytest.raises(DeadlineExceeded):
         work.wait(timeout=5)
@@ -202,7 +202,7 @@ def test_a_waiter_that_gives_up_hands_the_work_back():
 
 
 def test_long_chains_of_works_do_not_recurse():
-    """Each ends the request of the next, ten times deeper than Python's stack."""
+    """Each work ends the request of the next, ten times deeper than Python's recursion limit."""
     length, works = 10_000, []
     gates = [gate(i) for i in range(length)]
     for i, (_, steps) in enumerate(gates):
@@ -257,7 +257,7 @@ def test_consequences_come_before_the_notification():
 
 
 def careful(request: Request, thrown: list, cleanup: Request | None = None):
-    """An operation that writes down what is thrown into it, and cleans up before it ends."""
+    """An operation that records the exception thrown into it, and cleans up before it ends."""
 
     def steps(call):
         request.notify(call.wake)
@@ -303,7 +303,7 @@ def test_an_operation_can_be_interrupted_before_it_begins():
 
 
 def test_an_interruption_during_a_step_waits_for_the_step():
-    """The step runs in one thread, another interrupts: the first gets the error once, when it sleeps."""
+    """One thread runs the step, another interrupts: the first gets the error once, when the step waits."""
     inside, go_on = threading.Event(), threading.Event()
     seen: list[object] = []
 
@@ -330,7 +330,7 @@ def test_an_interruption_during_a_step_waits_for_the_step():
 
 
 def test_an_interruption_and_an_unreachable_peer_at_the_same_moment_are_one_error():
-    """An interruption that comes while the unreachable error is looked for must win or lose, not add."""
+    """If both happen at once, exactly one of the two errors is thrown into the operation."""
     thrown: list[str] = []
     cleanup = Request(0)
 
@@ -373,7 +373,7 @@ def test_an_interruption_loses_against_an_end_that_has_come():
 
     started = Started(steps)
     work = started.begin()
-    with started.task._lock:  # both arrive before a step can be taken
+    with started.task._lock:  # both happen before a step can be taken
         started.task._is_interrupted, started.task._interruption = True, lambda: ClosedError("x")
         request.done = True
     started.task.wake()
@@ -413,7 +413,7 @@ def test_a_rank_known_to_be_absent_is_named_first():
 
 
 def test_waiting_for_an_expired_work_to_settle_costs_nothing():
-    """Its request was met just before the deadline and takes its time: the waiter sleeps meanwhile."""
+    """Its request was matched just before the deadline and ends later: the waiter sleeps meanwhile."""
     runtime, cleanup = CountingRuntime(), Request(0)
     started = expiring(careful(Request(0), [], cleanup), 0.0, timers=False, runtime=runtime)
     threading.Timer(0.2, cleanup.complete).start()
@@ -535,7 +535,7 @@ def test_a_cancelled_receive_leaves_its_message_to_the_next():
 
 @pytest.mark.parametrize("is_slow", [False, True], ids=["", "another thread hears of it"])
 def test_a_cancelled_collective_ends_the_communicator_for_all_and_messages_still_pass(is_slow: bool):
-    """Its messages have left already, but what rank 0 said of its end came before its message to rank 1."""
+    """Its messages are sent already, but rank 1 gets the reason of rank 0's end before rank 0's message."""
     is_ready, is_heard = threading.Event(), threading.Event()
 
     def program(comm):
@@ -583,7 +583,7 @@ def test_a_cancelled_sendrecv_takes_its_message_back():
 
 
 class Impatient(RealRuntime):
-    """Ctrl-C as soon as somebody waits."""
+    """A clock that raises KeyboardInterrupt at the first wait."""
 
     def block(self, event, timeout, waiting, *, is_limited=True):
         if timeout is None or timeout > 0:
@@ -711,7 +711,7 @@ def test_wait_all_has_one_deadline_for_all():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_many_threads_and_works_lose_no_wake_up(seed):
-    """60 works of 20 requests; threads end these in any order while others wait, give up and come back."""
+    """60 works of 20 requests; threads end them in any order while others wait, time out and wait again."""
     rng = random.Random(seed)
     operations = []
     for i in range(60):
@@ -786,7 +786,7 @@ def test_cancelling_from_many_threads_ends_each_work_once(seed):
 
 
 def test_started_collectives_of_many_threads_give_the_right_sums():
-    """Each thread of a rank has a communicator of its own; all share the world's inboxes and control."""
+    """Each thread of a rank has its own communicator; all threads share the world's inboxes and control."""
     threads, rounds = 3, 15
 
     def program(comm):
@@ -874,7 +874,7 @@ def test_an_await_that_is_given_up_leaves_the_work_going():
         assert not work.done()
 
     asyncio.run(main())
-    request.complete()  # its loop is closed: nothing is notified
+    request.complete()  # the loop is closed, so nothing is notified
     assert work.wait() == "later"
 
 
@@ -965,7 +965,7 @@ def test_a_callback_that_raises_is_logged_and_the_others_run(caplog):
 
 
 def test_callbacks_of_local_ranks_start_and_wait_for_collectives():
-    """Each rank has its own thread: with one for all they would wait for each other for ever."""
+    """Each rank has its own thread for callbacks: on a single thread they would wait for each other."""
 
     def program(comm):
         found: list[float] = []

@@ -1,4 +1,4 @@
-"""What ranks get unless the user has set it, and that `uni.spawn` sets no limit."""
+"""Variables that ranks get unless the user has set them; and `uni.spawn` sets no time limit."""
 
 from __future__ import annotations
 

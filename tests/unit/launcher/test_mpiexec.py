@@ -1,4 +1,4 @@
-"""The command line for mpiexec: what the shell in each rank does."""
+"""The command line for mpiexec, and the shell that it runs in each rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MASTER_PORT: nobody gets it by chance, and the store of a torch program may listen there."""
+"""MASTER_PORT: no other socket gets the port by chance, and the store of a torch program can listen there."""
 
 from __future__ import annotations
 

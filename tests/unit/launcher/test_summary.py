@@ -1,4 +1,4 @@
-"""What `unisono run` says about a job that failed: short, whole, about the right rank."""
+"""The summary of `unisono run` about a failed job: short, complete, and about the right rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.more
 LIBRARY = str(Path(summary_module.__file__).parent.parent)
 LINES_MAX = 25
 
-# What a rank does that leaves the others alone; `{rank}` is the one to blame.
+# A program in which one rank leaves the others waiting; `{rank}` is the rank to blame.
 WORLD = """
 import os, sys
 import numpy as np
@@ -83,7 +83,7 @@ def test_with_verbose_everything_is_shown_rank_by_rank(program) -> None:  # type
     heads = [line[:4] for line in err.splitlines() if line.endswith("Traceback (most recent call last):")]
     assert sorted(heads) == ["Trac", "[0] ", "[1] "]
     ranks = [line[:4] for line in err.splitlines() if line.startswith("[")]
-    assert ranks in (sorted(ranks), sorted(ranks, reverse=True))  # not interleaved
+    assert ranks in (sorted(ranks), sorted(ranks, reverse=True))  # the outputs are not interleaved
 
 
 def test_an_error_that_all_ranks_raise_is_shown_once(program) -> None:  # type: ignore[no-untyped-def]
@@ -146,7 +146,7 @@ def test_in_a_mismatch_the_minority_is_blamed(program, ranks: int) -> None:  # t
     end = "world.all_reduce(np.ones(4, np.float32))"
     code, _, err = run("-n", str(ranks), "--grace", "60", program(WORLD.format(rank=1, end=end)))
     assert code == 1
-    if ranks > 2:  # of two nobody is the minority
+    if ranks > 2:  # of two ranks neither is the minority
         assert "unisono run: rank 1 failed first (exit code 1); its last words:" in err
         assert "[0,2,3] CollectiveMismatch: " in err
         assert "rank 1 differs from ranks 0, 2, 3 in dtype: float32, they float64" in err
@@ -160,7 +160,7 @@ def test_a_rank_that_stopped_is_blamed_and_the_rank_that_noticed_gives_the_code(
     assert "unisono run: rank 0 failed first (it did not end by itself)" in err.splitlines()[-1]
 
 
-# -- the decision, and the words, without processes ----------------------------------------------------------
+# -- the culprit and the text, without processes -------------------------------------------------------------
 
 ALONE, VICTIM = False, True
 
@@ -169,12 +169,12 @@ ALONE, VICTIM = False, True
     ("ends", "wanted"),
     [
         ([End(2, ALONE), End(0, VICTIM, (2,))], 2),
-        ([End(0, VICTIM, (2,)), End(1, VICTIM, (2,))], 2),  # it left: its own end is not among them
+        ([End(0, VICTIM, (2,)), End(1, VICTIM, (2,))], 2),  # the rank left: its own end is not in the list
         ([End(0, VICTIM, (1,)), End(3, ALONE), End(1, ALONE)], 1),  # a rank that another names comes first
-        ([End(3, ALONE), End(0, VICTIM, (1,))], 1),  # 3 caught the error and ended in its own way
+        ([End(3, ALONE), End(0, VICTIM, (1,))], 1),  # rank 3 caught the error and ended in another way
         ([End(0, VICTIM, (1, 2)), End(2, ALONE)], 2),
         ([End(0, VICTIM, (3,)), End(1, VICTIM, (2,)), End(2, VICTIM, (3,))], 3),
-        ([End(4, VICTIM), End(1, VICTIM)], 4),  # nobody knows more
+        ([End(4, VICTIM), End(1, VICTIM)], 4),  # no report says more
         ([End(4, VICTIM), End(1, ALONE)], 1),
     ],
 )
@@ -211,7 +211,7 @@ def _report(count: int) -> CallReport:
     ],
 )
 def test_the_text_of_an_error_shows_victim_and_culprit(error: UnisonoError, blames: tuple[int, ...]) -> None:
-    """As Python prints the error, so that a change of its words shows what else reads them."""
+    """The error is printed by Python, so that a change of its text fails here, where the text is parsed."""
     try:
         raise error
     except UnisonoError:
@@ -378,7 +378,7 @@ def test_lines_that_follow_the_traceback_of_any_rank_are_shown(program) -> None:
         assert f"ValueError: no data {rank**2}" in err
 
 
-# -- a reader that does not read ---------------------------------------------------------------------------
+# -- a reader that stops reading ---------------------------------------------------------------------------
 
 FLOOD = "import os\nprint('pid', os.getpid(), flush=True)\nwhile True:\n    print('y' * 1000)\n"
 
@@ -430,7 +430,7 @@ def test_a_slow_reader_misses_nothing(program) -> None:  # type: ignore[no-untyp
 
 
 def wait_until_stuck(pid: int) -> None:
-    """Until a process no longer gets on: it has not run for a while, and neither have its children."""
+    """Wait until a process is blocked: neither it nor its children have used CPU time for a while."""
     deadline = time.monotonic() + PATIENCE_S
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 

@@ -13,7 +13,7 @@ from unisono.core.clock import RealRuntime
 from unisono.launcher.supervisor import Escalation, Process, Supervisor
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
-# Ignores SIGTERM; the first line says that it does.
+# Ignores SIGTERM, and prints a line once it does.
 STUBBORN = [
     sys.executable,
     "-c",
@@ -29,7 +29,7 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
 print(child.pid)
 """,
 ]
-# pytest's process may have threads.
+# The process of pytest may have threads.
 HERE = {"dies_with_parent": False, "stdin": subprocess.DEVNULL}
 
 
@@ -50,7 +50,7 @@ def test_signals_grow_harder_with_time() -> None:
     escalation = Escalation(term_s=3.0)
     assert escalation.next_at is None
     escalation.begin(100.0, grace_s=5.0)
-    escalation.begin(104.0, grace_s=5.0)  # a second failure gives no more time
+    escalation.begin(104.0, grace_s=5.0)  # a second failure does not extend the time
     assert escalation.due(104.9) is None
     assert escalation.next_at == 105.0
     assert escalation.due(105.0) is signal.SIGTERM

@@ -1,4 +1,4 @@
-"""The rendezvous of two ranks: its tables, frames that cross, ends in every state, any order of frames."""
+"""The rendezvous of two ranks: its tables, frames that cross, ends in every state, frames in any order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONTEXT, TAG = 7, 3
 
 
 class Wire:
-    """Two ranks and what is under way between them, by direction and lane; the test delivers it."""
+    """Two ranks and the frames between them, by direction and lane, which the test delivers."""
 
     def __init__(self, piece_bytes: int = 1000) -> None:
         self.ranks = [Endpoint(Protocol(r, CONFIG, piece_bytes), self._carry) for r in range(2)]
@@ -139,7 +139,7 @@ def test_memory_that_is_lent_no_more_is_never_read(how):
     send = lend(ranks, data)
     if how == "cancel":
         assert send.cancel()
-    elif how == "close":  # the receiver does not know of it
+    elif how == "close":  # the receiver has not been notified
         ranks[0].close()
     else:
         ranks[1].peer_down(PeerDown(0, "gone"))
@@ -220,7 +220,7 @@ def test_a_cts_that_crosses_a_withdrawal_posts_the_receive_again_in_its_old_plac
     wire.settle()
     assert Kind.RTS_GONE in wire.kinds
     assert later.done
-    # The second RTS came while only the second receive was posted.
+    # The second RTS arrived while only the second receive was posted.
     assert bytes(second.data) == ramp(200, 5)
     assert not first.done
     wire.send(ramp(50, 9))
@@ -310,7 +310,7 @@ def test_both_requests_end_once_whenever_a_rank_goes(nbytes, steps, end, side):
         assert mine.close()
         mine.cut()
         for lane in Lane:
-            wire.under_way[1 - side, lane].clear()  # its transport is closed
+            wire.under_way[1 - side, lane].clear()  # the rank's transport is closed
         while wire.under_way[side, Lane.BULK]:
             wire.deliver(side)
     else:
@@ -385,7 +385,7 @@ def test_a_frame_that_is_impossible_now_breaks_the_protocol(frame):
 
 @pytest.mark.parametrize("seed", range(60))
 def test_all_messages_come_in_order_whatever_the_lanes_do_and_whoever_cancels(seed):
-    """Sends, receives, wildcards and cancellations at random, frames of the lanes in any order."""
+    """Random sends, receives, wildcards and cancellations; frames of different lanes in any order."""
     rng, wire = random.Random(seed), Wire()
     sends: list[tuple[Request, int, int]] = []
     receives: list[tuple[Request, int]] = []

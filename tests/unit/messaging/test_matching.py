@@ -1,4 +1,4 @@
-"""Matching beside a model that a child could check: two lists, searched from the front."""
+"""Matching compared with a simple model: two lists, searched from the front."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from unisono.messaging.matching import Matcher, Posted, UnexpectedMessage, refus
 
 MANY = settings(derandomize=True, deadline=None, database=None, max_examples=400)
 
-# Few of each, so that patterns and messages match often.
+# Few sources, contexts and tags, so that patterns and messages match often.
 SOURCES = st.integers(0, 1)
 CONTEXTS = st.sampled_from([0, 0, 0, 1])
-# A tag of users, the last one they have, and one of collectives.
+# The lowest and the highest tag of users, and one of collectives.
 TAGS = st.sampled_from([0, 0, TAG_MAX, Tags.collective(0, 0)])
 STEPS = st.lists(
     st.one_of(
@@ -34,7 +34,7 @@ STEPS = st.lists(
 
 
 def fits(pattern: tuple, message: tuple) -> bool:
-    """The rule in its plainest form; (source, context, tag) each."""
+    """The matching rule in its simplest form; both are (source, context, tag)."""
     return (
         pattern[1] == message[1]
         and pattern[0] in (ANY, message[0])

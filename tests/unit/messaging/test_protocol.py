@@ -1,4 +1,4 @@
-"""The receiving side of the protocol beside a model, and under threads: order, refusals, probes."""
+"""The receiving side of the protocol, compared with a model and under threads: order, refusals, probes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FLOAT, DOUBLE = DTYPES["float32"].code, DTYPES["float64"].code
 
 
 class Rank(Endpoint):
-    """Rank 0. Its peers exist only as frames: they send the bytes as soon as a CTS asks for them."""
+    """Rank 0. The test plays its peers, which send the data as soon as a CTS arrives."""
 
     def __init__(self) -> None:
         super().__init__(Protocol(0, Config()), self._answer)
@@ -62,12 +62,12 @@ class Rank(Endpoint):
         return self.take(outgoing.peer, Frame(Kind.DATA, rendezvous_id=frame.rendezvous_id, data=data))
 
 
-# -- beside a model --------------------------------------------------------------------------------------
+# -- compared with a model -------------------------------------------------------------------------------
 
 
 @dataclass
 class Ask:
-    """A receive or probe, as the model sees it."""
+    """A receive or probe in the model."""
 
     source: object
     context: int
@@ -97,7 +97,7 @@ class Model:
 
     def __init__(self) -> None:
         self.asks: list[Ask] = []
-        self.queue: list[tuple[Envelope, int]] = []  # with the id of an RTS, or 0
+        self.queue: list[tuple[Envelope, int]] = []  # with the id of the RTS, or 0
         self.down: set[int] = set()
         self.everything: list[Ask] = []
 
@@ -131,7 +131,7 @@ class Model:
 
 
 def outcome(ask: Ask) -> object:
-    """How the real request ended, in the model's words."""
+    """The outcome of the real request, in the model's terms."""
     request = ask.request
     if not request.done:
         return None
@@ -219,7 +219,7 @@ def test_an_inbox_does_what_two_lists_would_do(steps):
 @MANY
 @given(STEPS)
 def test_messages_with_one_source_and_tag_are_received_in_the_order_they_came(steps):
-    """Said once more without the model: numbers only grow, and nothing is received twice."""
+    """The same without the model: sequence numbers only grow, and no message is received twice."""
     rank, model = Rank(), Model()
     for number, (verb, *words) in enumerate(steps):
         play(rank, model, number, verb, words)
@@ -346,7 +346,7 @@ def test_callbacks_of_a_message_may_use_the_inbox():
 
 
 def test_threads_lose_nothing_and_keep_the_order():
-    """Four senders with two tags each, four receivers that take from one of them each, one that takes any."""
+    """Four senders with two tags each; four receivers with one source each, and one for any source."""
     rank, count = Rank(), 300
 
     def send(source: int) -> None:
@@ -386,7 +386,7 @@ def test_cancelling_races_with_arriving_and_one_of_them_wins():
             turn.wait(PATIENCE_S)
             withdrawn.append(requests[-1].cancel())
             turn.wait(PATIENCE_S)
-            if withdrawn[-1]:  # then the message is still there
+            if withdrawn[-1]:  # then the message can still be received
                 assert rank.get(1, 0, 0).done
             turn.wait(PATIENCE_S)
         return withdrawn
@@ -437,7 +437,7 @@ def test_a_world_that_is_done_leaves_nothing_in_any_inbox():
 
 @pytest.mark.parametrize("kind", ["communicator", "backend"])
 def test_a_rank_that_is_dropped_leaves_even_if_it_is_collected_under_a_lock(kind):
-    """The collector runs in whatever thread allocates, also in one that has just entered an inbox."""
+    """The collector runs in any thread that allocates, also in one that holds the lock of an inbox."""
 
     def forget() -> None:
         backends = LocalBackend.create(2)

@@ -1,4 +1,4 @@
-"""The canonical tree, and that reproducible algorithms compute it whatever their shape."""
+"""The canonical tree, and that every reproducible algorithm computes it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ORDERED = [
 
 
 def tree(lo: int, hi: int) -> str:
-    """The definition, as a text."""
+    """The definition, as text."""
     if hi - lo == 1:
         return str(lo)
     width = 1
@@ -69,7 +69,7 @@ def tree_sum(data: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 6, 7, 8, 11, 13, 16, 21])
 def test_reproducible_sums_have_the_same_bits(collective: str, algorithm: str, size: int) -> None:
     rng = np.random.default_rng(size)
-    # Magnitudes far apart, so that another bracketing shows.
+    # Magnitudes far apart, so that another bracketing gives other bits.
     data = (rng.standard_normal((size, 3 * size)) * 10.0 ** rng.integers(-6, 6, (size, 3 * size))).astype(
         np.float32
     )

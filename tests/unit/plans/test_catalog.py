@@ -1,4 +1,4 @@
-"""The catalog: what exists, what is refused and how the refusal reads."""
+"""The catalog: the algorithms, refused requests and the texts of refusals."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_what_makes_no_sense_is_refused(name: str) -> None:
 def test_plans_import_nothing_from_above() -> None:
     allowed = ("unisono.plans", "unisono.errors", "unisono.core.dtypes", "unisono.core.ops")
     folder = Path(unisono.plans.__file__).parent
-    # The executor is the one part that runs plans over the contract.
+    # Only the executor runs plans over the backend contract.
     for path in sorted(set(folder.rglob("*.py")) - {folder / "execute.py"}):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("unisono"):

@@ -1,4 +1,4 @@
-"""Choices: sensible by size, the same on every rank, cheap, and with their reason."""
+"""The choice of an algorithm: sensible by size, the same on every rank, fast, and with its reason."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_within_reach_longer_counts_are_decided_alike(size: int, kind: str, orde
             found += doublings
             name = choose(problem, 4, links, ordered=ordered)[0]
             for step in range(1, doublings + 1):
-                # The longest and the shortest of the class.
+                # The longest and the shortest count of the class.
                 top = 1 << (count - 1).bit_length() << step
                 for longer in (top, top // 2 + 1):
                     likewise = problem_of(collective, size, longer)
@@ -159,7 +159,7 @@ def test_an_uneven_all_to_all_is_chosen_alike_by_ranks_that_know_different_parts
 
 
 def test_another_process_decides_the_same() -> None:
-    """Another hash seed, another order of calls: the same answers."""
+    """With another hash seed and another order of calls the decisions are the same."""
     script = """
 from unisono.plans import *
 for n in (3, 8, 13):
@@ -180,7 +180,7 @@ for n in (3, 8, 13):
 
 
 def test_the_slowest_rank_is_among_those_that_tell() -> None:
-    """The prediction looks at a few ranks only; none of the others may be much slower."""
+    """The prediction considers only a few ranks; none of the others may be much slower."""
     for collective in CATALOG:
         for size in (5, 8, 13, 24):
             for count in (1, 100_000):
@@ -196,7 +196,8 @@ def test_the_slowest_rank_is_among_those_that_tell() -> None:
 
 
 def test_the_first_decision_is_quick_and_the_next_immediate() -> None:
-    # Processor time, so that a busy machine does not decide; the best of three, for a collection may fall in.
+    # CPU time, so that a busy machine does not matter; the best of three, because one may contain a garbage
+    # collection.
     hosts = tuple(rank // 8 for rank in range(64))
     firsts, nexts = [], []
     for attempt in range(3):
@@ -262,7 +263,7 @@ def test_long_sums_are_evaluated_as_short_ones_are() -> None:
     atoms = [(index * 7919) % 1013 for index in range(200)]
     chosen = {index: (index * 31) % 17 for index in range(3, 200, 2)}
     terms = sum(times << 32 * atom for atom, times in chosen.items())
-    for scale in (1, 1 << 20, 1 << 50):  # beyond 64 bits, too
+    for scale in (1, 1 << 20, 1 << 50):  # also beyond 64 bits
         want = sum(atoms[atom] * scale * times for atom, times in chosen.items())
         assert Weights([scale * each for each in atoms]).sum(terms) == want
     assert Weights(atoms).sum(0) == 0

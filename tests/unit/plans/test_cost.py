@@ -1,4 +1,4 @@
-"""Costs against closed forms: what textbooks say an algorithm moves, it moves."""
+"""Costs compared with the closed forms of textbooks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZES = [2, 3, 4, 5, 7, 8, 12, 16, 31, 32, 33]
 POWERS = [2, 4, 8, 16, 32]
 LINKS = Links()
 SHM = SHARED["shm"]
-# A multiple of every size above, so that chunks are even.
+# A multiple of every size above, so that chunks are equal.
 COUNT = math.lcm(*SIZES)
 
 
@@ -49,7 +49,7 @@ def test_halving_doubling_sends_as_little_as_a_ring_in_few_rounds(size: int) -> 
     if size in POWERS:
         assert set(sent) == {2 * COUNT * 32 * (size - 1) // size}
     else:
-        # Nobody sends more than twice the vector and what it hands to the smaller blocks.
+        # No rank sends more than twice the vector plus what it passes to the smaller blocks.
         assert max(sent) <= 3 * COUNT * 32
 
 
@@ -95,10 +95,10 @@ def test_pieces_follow_each_other_through_a_chain() -> None:
     links = Links(latency_s=1.0, message_s=0.0, bytes_per_s=16 * 1024, reduce_bytes_per_s=1e12)
     for pieces, longer in ((1, 0), (1, 1), (5, 0), (64, 0)):
         problem = Problem("broadcast", 4, (pieces * 16 * 1024 + longer,))
-        # A piece takes a second, and a latency before it; the last one starts after all others.
+        # A piece takes one second after a latency; the last piece starts after all others.
         found = max(each.time_s for each in costs(problem, "chain", links))
         assert found == pytest.approx((3 + pieces - 1) * 2.0, rel=1e-3)
-    # More pieces than 64 would save nothing.
+    # More than 64 pieces would save nothing.
     found = costs(Problem("broadcast", 4, (128 * 16 * 1024,)), "chain", links)[1].time_s
     assert found == pytest.approx((3 + 63) * 3.0)
 
@@ -113,11 +113,11 @@ def test_dissemination_moves_half_the_blocks_in_each_round_of_an_all_to_all(size
 def test_the_time_of_a_round_is_latency_handling_and_the_slower_direction() -> None:
     links = Links(latency_s=1.0, message_s=0.25, bytes_per_s=100.0, reduce_bytes_per_s=1000.0, crowding=1.0)
     one, other = (bound(Problem("all_reduce", 2, (1000,)), rank, "doubling") for rank in (0, 1))
-    # 1000 bytes each way at the same time, then as many to reduce.
+    # 1000 bytes each way at the same time, then 1000 bytes to reduce.
     assert cost(one, links, 1).time_s == pytest.approx(1.0 + 0.25 + 10.0 + 1.0)
     assert cost(one, links, 1).time_s == cost(other, links, 1).time_s
     ring = bound(Problem("all_reduce", 2, (1000,)), 0, "ring")
-    # Half the bytes twice; the reduction hides behind the first.
+    # Twice half the bytes; the reduction overlaps a transfer.
     assert cost(ring, links, 1).time_s == pytest.approx(2 * (1.0 + 0.25 + 5.0))
 
 
@@ -131,7 +131,7 @@ def test_several_messages_at_once_are_handled_one_by_one_and_crowd_the_link() ->
 def test_waiting_takes_as_long_as_what_is_waited_for() -> None:
     links = Links(latency_s=1.0, message_s=0.0, bytes_per_s=1e9)
     problem = Problem("broadcast", 8, (1,))
-    # Rank 7 gets its data in the last of three rounds, rank 4 in the first and is busy ever after.
+    # Rank 7 gets its data in the last of three rounds; rank 4 in the first, and then sends until the end.
     assert [round(cost(bound(problem, rank, "tree"), links, 1).time_s) for rank in (0, 4, 7)] == [3, 3, 3]
 
 

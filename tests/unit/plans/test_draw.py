@@ -1,4 +1,4 @@
-"""Pictures: complete, well-formed and without anything from outside."""
+"""Drawings: complete, well-formed, and without external references."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every algorithm of the catalog, proven for all counts over sizes, roots and hosts; and run on numbers."""
+"""Every algorithm of the catalog, proven for all counts, over sizes, roots and hosts; and run on numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.plan_numbers import Numbers, contributions, expected
 from unisono.plans import CATALOG, Copy, Plan, Problem, Reduce, Send, bound, build, entry_of, verify
 from unisono.plans.draw import messages
 
-# Small worlds show almost every mistake; the others take a hundred times as long.
+# Small worlds reveal almost every mistake; the larger ones take a hundred times as long.
 every_size = pytest.mark.parametrize(
     "sizes",
     [
@@ -33,7 +33,7 @@ def proven(problem: Problem, algorithm: str) -> list[Plan]:
 
 
 def check_numbers(problem: Problem, algorithm: str) -> None:
-    """Run the bound plans on numbers and compare with NumPy; the verifier has no part in it."""
+    """Run the bound plans on numbers and compare with NumPy, without the verifier."""
     given = contributions(problem)
     plans = [bound(problem, rank, algorithm) for rank in range(problem.size)]
     results = Numbers(plans, given).run()
@@ -51,7 +51,7 @@ def counts_of(collective: str, size: int, count: int) -> tuple[int, ...]:
 
 
 def uneven_counts_of(collective: str, size: int) -> tuple[int, ...]:
-    """Lengths 0 to 4 that follow no pattern of the ranks; about one in five is zero."""
+    """Lengths from 0 to 4 without a pattern over the ranks; about one in five is zero."""
     number = size * size if collective == "all_to_all" else size
     return tuple((i * i + 3 * i + size) % 5 for i in range(number))
 
@@ -59,10 +59,10 @@ def uneven_counts_of(collective: str, size: int) -> tuple[int, ...]:
 def host_layouts(size: int) -> list[tuple[int, ...]]:
     return [
         (),
-        tuple(rank * 3 // size for rank in range(size)),  # hosts of about equal length, one after the other
-        tuple(rank % 3 for rank in range(size)),  # ranks dealt round
-        tuple(rank * rank % 5 for rank in range(size)),  # different lengths, mixed
-        tuple(range(size)),  # one rank each
+        tuple(rank * 3 // size for rank in range(size)),  # hosts with about equal numbers of ranks, in a row
+        tuple(rank % 3 for rank in range(size)),  # ranks in round-robin order
+        tuple(rank * rank % 5 for rank in range(size)),  # different numbers, mixed
+        tuple(range(size)),  # one rank per host
     ]
 
 
@@ -72,7 +72,7 @@ def hosts_for(algorithm: str, size: int, salt: int) -> tuple[int, ...]:
 
 
 def counts_to_try(collective: str, size: int) -> list[int]:
-    # A thousand elements from each to each add no new shape to an all_to_all.
+    # For an all_to_all a thousand elements between each pair add no new shape.
     large = 41 if collective == "all_to_all" else 1000
     return sorted({0, 1, 2, 3, size - 1, size, size + 1, 17, large})
 
@@ -111,7 +111,7 @@ def test_every_size_root_and_layout_is_proven_for_all_counts(
 @every_size
 @pytest.mark.parametrize(("collective", "algorithm"), EVERY_ALGORITHM)
 def test_bound_plans_give_what_numpy_says(collective: str, algorithm: str, sizes: range) -> None:
-    """A check of the checker: counts below and around the number of ranks, uneven ones and empty ones."""
+    """A check of the verifier: counts below and around the number of ranks, uneven and empty ones."""
     for problem in problems(collective, algorithm, sizes):
         check_numbers(problem, algorithm)
 
@@ -139,7 +139,7 @@ def test_a_block_crosses_to_each_other_host_once(collective: str) -> None:
         for step in plan.steps
         if isinstance(step, Send) and hosts[step.peer] != hosts[plan.rank]
     ]
-    assert len(crossing) == 9 * 2  # one message for each rank and each host that is not its own
+    assert len(crossing) == 9 * 2  # one message for each rank and each other host
     bundled = sum(hosts.count(host) * (9 - hosts.count(host)) for host in range(3))
     assert sum(step.src.count for step in crossing) == 10 * (bundled if collective == "all_to_all" else 18)
 

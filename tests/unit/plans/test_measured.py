@@ -1,4 +1,4 @@
-"""The table of measurements: it names what exists, and choices follow it on both sides of every threshold."""
+"""The table of measurements: its names exist, and choices follow it on both sides of every threshold."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def problem_of(collective: str, size: int, count: int, hosts: tuple[int, ...] = 
 
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Put another table in the place of the real one."""
+    """Replace the real table by another one."""
 
     def write(whole: dict[str, Any]) -> None:
         (tmp_path / "table.json").write_text(json.dumps({"any": {}, "ordered": {}, **whole}))
@@ -124,7 +124,7 @@ def test_thresholds_lie_between_sizes_with_clearly_different_winners() -> None:
     assert thresholds(times, 2, "shm", ordered=True) == {
         "all_reduce": [[65536, "doubling"], [2 * 262144, "halving_doubling"]]
     }
-    # The last size that is ever measured stands for all that is longer.
+    # The largest measured size stands for all larger ones.
     times["all_reduce"][SIZES[-1]] = {"doubling": 99.0, "halving_doubling": 50.0, "ring": 80.0}
     assert thresholds(times, 2, "shm", ordered=True)["all_reduce"][-1] == [REACH_BYTES, "halving_doubling"]
 

@@ -1,4 +1,4 @@
-"""Whatever the size, counts, root and hosts: every algorithm that fits is right."""
+"""For random sizes, counts, roots and hosts: every algorithm that fits is correct."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def problems(draw: st.DrawFn) -> Problem:
     elif collective in VECTORS:
         counts = (draw(st.integers(0, 500)),)
     else:
-        # One number decides a matrix: hundreds of single draws would be most of the time.
+        # One drawn number seeds a whole matrix: hundreds of draws would take most of the time.
         length = size * size if collective == "all_to_all" else size
         some = draw(st.lists(count, min_size=1, max_size=7))
         counts = tuple(some[i * (i + 1) % len(some)] for i in range(length))
@@ -39,7 +39,7 @@ def problems(draw: st.DrawFn) -> Problem:
 @settings(max_examples=150, deadline=None)
 @given(problems(), st.data())
 def test_every_algorithm_solves_every_problem(problem: Problem, data: st.DataObject) -> None:
-    # A hierarchy is never chosen on one host, but must be right there too.
+    # A hierarchy is never chosen on one host, but must be correct there too.
     names = [
         name
         for name, entry in CATALOG[problem.collective].items()
@@ -101,7 +101,7 @@ def test_amounts_are_what_their_counts_make_of_them(counts: list[int], parts: in
 
 @given(problems())
 def test_no_element_is_lost_between_in_and_out(problem: Problem) -> None:
-    """Blocks that some rank gives are got by as many: nothing is lost between `in` and `out`."""
+    """The total lengths of all inputs and all outputs fit each other."""
     plans = [
         bound(problem, rank, "flat" if problem.collective != "reduce_scatter" else "ring")
         for rank in range(problem.size)

@@ -1,4 +1,4 @@
-"""Programs: every piece waits for what it must, for nothing else, whatever the counts."""
+"""Programs: for all counts a segment waits for those that it must wait for, and for no other."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def problem_of(collective: str, size: int, count: int) -> Problem:
 
 
 def conflict(one: BoundStep, other: BoundStep) -> bool:
-    """Whether the order of two pieces matters."""
+    """Whether the order of two segments matters."""
     return any(
         a.buf is b.buf and max(a.start, b.start) < min(a.stop, b.stop) and (writes_a or writes_b)
         for a, writes_a in touched(one)
@@ -48,7 +48,7 @@ def conflict(one: BoundStep, other: BoundStep) -> bool:
 
 
 def check(program: BoundProgram) -> None:
-    """A piece waits, directly or through others, for every earlier one in conflict; directly for no other."""
+    """A segment waits, directly or not, for each earlier one in conflict, and directly for no other."""
     known: list[set[int]] = []
     for i, piece in enumerate(program.pieces):
         directly = program.before[i]
@@ -73,13 +73,13 @@ def test_pieces_wait_for_those_in_conflict_with_them(collective: str, algorithm:
                     check(bound_program(build(problem, rank, algorithm), problem.counts, segment))
 
 
-# Three blocks in one slot, of which the second is short.
+# Three blocks in the same slot, of which the second is short.
 LONG_SHORT_LONG = Problem("reduce_scatter", 8, (50, 50, 3, 3) * 2)
 
 
 def check_ring() -> None:
     for rank in range(LONG_SHORT_LONG.size):
-        # Not from the cache: one test changes what is computed.
+        # Not from the cache, because one test changes the computation.
         plan = replace(build(LONG_SHORT_LONG, rank, "ring"))
         check(bound_program(plan, LONG_SHORT_LONG.counts, 4))
 
@@ -128,7 +128,7 @@ def test_pieces_are_long_where_nothing_is_passed_on_or_reduced() -> None:
 
 
 def test_cutting_takes_work_in_proportion() -> None:
-    """Counted in calls, which no machine can change: eight times the pieces make eight times as many."""
+    """Counted in calls, which no machine changes: eight times the segments take eight times the calls."""
 
     def calls(pieces: int) -> int:
         problem = Problem("all_reduce", 2, (pieces * 1000 + 3,))

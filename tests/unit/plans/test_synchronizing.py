@@ -1,4 +1,4 @@
-"""Collectives whose end shows that all ranks have called, whatever the algorithm."""
+"""Collectives whose end proves that all ranks have made the call, with every algorithm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unisono.plans.program import bound_program
 
 
 def heard(problem: Problem, algorithm: str) -> list[set[int]]:
-    """By rank: from whom something has come, directly or through others, when its last receive has ended."""
+    """By rank: the ranks whose data has arrived, directly or not, when the rank's last receive has ended."""
     programs = [
         bound_program(build(problem, rank, algorithm), problem.counts, 1 << 20)
         for rank in range(problem.size)
@@ -26,7 +26,7 @@ def heard(problem: Problem, algorithm: str) -> list[set[int]]:
     known: dict[tuple[int, int], set[int]] = {}
 
     def origins(rank: int, i: int) -> set[int]:
-        """The ranks whose calls must have begun before this piece can end. What a send waits for is not."""
+        """The ranks whose calls must have begun before this segment can end; waits of sends do not count."""
         if (rank, i) not in known:
             program = programs[rank]
             found = {rank}.union(*(origins(rank, earlier) for earlier in program.before[i]))

@@ -35,7 +35,7 @@ def plans_of(problem: Problem, algorithm: str) -> list[Plan]:
 
 
 def by_hand(collective: str, *builders: Callable[[Counts], Rounds], counts: int = 1) -> list[Plan]:
-    """Make plans from what gives each rank's rounds, from the counts."""
+    """Make plans from a function that gives the rounds of a rank for the counts."""
     size, plans = len(builders), []
     for rank, rounds_of in enumerate(builders):
         shape = Shape(collective, size, Counts(counts))
@@ -68,7 +68,7 @@ def altered(plans: list[Plan], rank: int, kind: type, change: Callable[[Step], l
 
 
 def ring_part(slice_: Region, by: int) -> Region:
-    """Another of the four parts of a vector: it has as many cells, and most often as many elements."""
+    """Another of the four parts of a vector: it has the same number of cells, and mostly of elements."""
     atoms = slice_.start.atoms or slice_.stop.atoms
     assert atoms is not None
     parts = chunks(slice_.buf, even(atoms.count(0), 4))
@@ -80,7 +80,7 @@ def longer(slice_: Region) -> Region:
 
 
 def resized(slice_: Region) -> Region:
-    """It starts where it did, and is as long as another part."""
+    """A slice with the same start, and the length of another part."""
     return replace(slice_, stop=slice_.start + ring_part(slice_, 1).count)
 
 
@@ -248,7 +248,7 @@ def test_a_local_step_between_messages_is_caught() -> None:
 
 
 def gathered(place: Callable[[Counts], Sequence[Region]]) -> list[Plan]:
-    """An all_gather of three ranks; rank 0 keeps the blocks of the others in places of `tmp` first."""
+    """An all_gather of three ranks; rank 0 first receives the blocks of the others in slots of `tmp`."""
 
     def at_0(counts: Counts) -> Rounds:
         own, *others = chunks(Buf.OUT, blocks(counts))
@@ -293,7 +293,7 @@ def test_slots_that_are_apart_only_if_all_blocks_are_equal_are_caught() -> None:
 
 
 def test_a_slot_that_was_filled_again_does_not_hold_its_first_value() -> None:
-    """Long, short, long: the third block has the first one's length, and the second is between them."""
+    """Long, short, long: the third block has the length of the first, and the second comes between them."""
 
     def at_0(counts: Counts) -> Rounds:
         slot = [whole(Buf.TMP, count) for count in counts]

@@ -14,7 +14,7 @@ SCRIPT = "import build_backend; build_backend.build_wheel('nowhere')"
 
 
 def refused(tmp_path: Path, compiler: str) -> list[str]:
-    """What a build says with this program for a compiler."""
+    """The error of a build that uses this program as compiler."""
     fake = tmp_path / "c++"
     fake.write_text(f"#!/bin/sh\n{compiler}\n")
     fake.chmod(0o755)

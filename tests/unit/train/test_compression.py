@@ -1,4 +1,4 @@
-"""Compressed sums: what was put in comes out or stays in a residual, and all ranks get the same bits."""
+"""Compressed sums: results plus residuals equal the inputs, and all ranks get the same bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMPRESSORS: list[Compressor] = [
     BFloat16(),
     Int8(),
 ]
-# Around the blocks and the parts of int8, and less than one element per rank.
+# Counts around the blocks and parts of int8, and with less than one element per rank.
 COUNTS = (0, 1, 2, 7, 1021, 3 * 1024, 3 * 1024 + 1, 7001)
 
 every_compressor = pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
@@ -69,7 +69,7 @@ def test_a_restored_state_goes_on_as_if_nothing_had_happened(compressor: Compres
         for step in range(6):
             if step == 3:
                 state = broken.state_dict()
-                broken.all_reduce(comm, gradient(comm.rank, 99, 1021), key="w")  # not in the state
+                broken.all_reduce(comm, gradient(comm.rank, 99, 1021), key="w")  # the state has no such key
                 broken = ErrorFeedback(compressor)
                 broken.load_state_dict(state)
             results = []

@@ -42,7 +42,7 @@ def tree(rank: int) -> Model:
 
 
 def arrays(model: Model) -> list[Any]:
-    """The arrays in a fixed order, read by other means than leaves_of."""
+    """The arrays in a fixed order, found without leaves_of."""
     weights = [each for layer in model.layers for each in layer if each is not None]
     return [*weights, model.head["half"], model.head[(1, "x")]]
 
