@@ -38,7 +38,11 @@ void SocketDoorbell::ring() {
 
 bool SocketDoorbell::is_alive() const {
   pollfd p{pidfd_.get(), POLLIN, 0};
-  return ::poll(&p, 1, 0) == 0;
+  int ended;
+  // A pending signal interrupts even a poll that does not wait.
+  do ended = ::poll(&p, 1, 0);
+  while (ended < 0 && errno == EINTR);
+  return ended == 0;
 }
 
 void SocketDoorbell::on_ready(uint32_t) {
