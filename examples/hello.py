@@ -1,4 +1,4 @@
-"""Hello: every rank says who it is, in turn.
+"""Hello: the ranks print their numbers, one after the other.
 
 unisono run -n 4 examples/hello.py
 """

@@ -1,4 +1,4 @@
-"""Own backend: the smallest one that keeps the whole contract. Its transport is a method call.
+"""Own backend: the smallest backend that keeps the whole contract. Its transport is a method call.
 
 python examples/own_backend.py
 """

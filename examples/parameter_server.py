@@ -1,4 +1,4 @@
-"""Rank 0 holds the parameters; the others pull them, compute gradients on their own data and push them.
+"""Rank 0 holds the parameters; all ranks pull them, compute gradients on their own data and push them.
 
 unisono run -n 4 examples/parameter_server.py
 """
@@ -13,7 +13,7 @@ FEATURES, STEPS, RATE = 20, 60, 0.1
 
 
 class ParameterServer:
-    """The weights of a linear model; every pushed gradient moves them."""
+    """The weights of a linear model; every pushed gradient updates them."""
 
     def __init__(self, size: int, rate: float) -> None:
         self._weights = np.zeros(size)
@@ -21,7 +21,7 @@ class ParameterServer:
         self._lock = threading.Lock()
 
     def pull(self) -> np.ndarray:
-        """The weights as they are now."""
+        """Return a copy of the current weights."""
         with self._lock:
             return self._weights.copy()
 

@@ -1,4 +1,4 @@
-"""Messages between two ranks: a token goes around the ring, then a message of unknown length.
+"""Messages between two ranks: a token goes around the ring, then a message of unknown length arrives.
 
 unisono run -n 4 examples/send_recv.py
 """

@@ -1,4 +1,4 @@
-"""Simulate: 64 ranks in virtual time, one of them killed; the same seed replays the same run."""
+"""Simulate: 64 ranks in virtual time; then one of them is killed; the same seed replays the same run."""
 
 import numpy as np
 

@@ -22,13 +22,13 @@ STEPS, BATCH = 200, 128
 
 
 def network() -> nn.Module:
-    """On which of two spirals is the point? The same weights on every rank."""
+    """Tells on which of two spirals a point lies. All ranks start with the same weights."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Points of two interleaved spirals; seeded by the step, so the same on every rank."""
+    """Return points of two interleaved spirals. The step is the seed, so all ranks get the same points."""
     made = torch.Generator().manual_seed(step)
     arm = torch.randint(0, 2, (BATCH,), generator=made)
     turn = torch.rand(BATCH, generator=made) * 0.8 + 0.2
@@ -37,7 +37,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def train(model: nn.Module, share: slice, report: Callable[[int, Tensor], None]) -> None:
-    """Each rank sees its share of every batch; DDP averages the gradients while backward goes on."""
+    """Each rank sees its share of every batch; DDP averages the gradients during backward."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for step in range(STEPS):
         x, y = batch(step)
@@ -49,7 +49,7 @@ def train(model: nn.Module, share: slice, report: Callable[[int, Tensor], None])
 
 
 def bar(done: int, loss: Tensor) -> None:
-    """A progress bar of ten lines: launchers show the output of ranks line by line."""
+    """Print a progress bar of ten lines: launchers show the output of ranks line by line."""
     if done % (STEPS // 10) == 0:
         dist.all_reduce(loss, dist.ReduceOp.AVG)
         if dist.get_rank() == 0:

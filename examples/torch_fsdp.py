@@ -25,7 +25,7 @@ STEPS, ROWS, LENGTH, WORDS, WIDTH = 200, 16, 8, 16, 64
 
 
 class Reverser(nn.Module):
-    """Reads a row of words and says it backwards."""
+    """Reads a row of words and predicts the same words in reverse order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Reverser(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """The logits of every word."""
+        """Return the logits of every word."""
         x = self.words(rows) + self.places
         for layer in self.layers:
             x = layer(x)
@@ -47,7 +47,7 @@ class Reverser(nn.Module):
 
 
 def sharded() -> nn.Module:
-    """Each layer is gathered and freed by itself; the rest with the whole."""
+    """Shard each layer by itself, and the remaining weights together."""
     torch.manual_seed(1)
     model = Reverser()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -57,14 +57,14 @@ def sharded() -> nn.Module:
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:
-    """Every rank has rows of its own."""
+    """Return the loss on rows of words that only this rank has."""
     made = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     rows = torch.randint(0, WORDS, (ROWS, LENGTH), generator=made)
     return nn.functional.cross_entropy(model(rows), rows.flip(1).flatten())
 
 
 def bar(done: int, loss: Tensor) -> None:
-    """A progress bar of ten lines: launchers show the output of ranks line by line."""
+    """Print a progress bar of ten lines: launchers show the output of ranks line by line."""
     if done % (STEPS // 10) == 0:
         dist.all_reduce(loss, dist.ReduceOp.AVG)
         if dist.get_rank() == 0:
@@ -98,13 +98,13 @@ def saved_and_loaded(model: nn.Module) -> nn.Module:
     """Save the weights, and load them into a new model."""
     with tempfile.TemporaryDirectory() as own:
         folder = [own]
-        dist.broadcast_object_list(folder)  # rank 0's
+        dist.broadcast_object_list(folder)  # the folder of rank 0
         dcp.save({"model": model.state_dict()}, checkpoint_id=folder[0])
         fresh = sharded()
         state = {"model": fresh.state_dict()}
         dcp.load(state, checkpoint_id=folder[0])
         fresh.load_state_dict(state["model"])
-        dist.barrier()  # all have read it
+        dist.barrier()  # until all ranks have read it
     return fresh
 
 

@@ -19,14 +19,14 @@ STEPS, BATCH, RATE = 800, 256, 2.0
 
 
 class Network:
-    """Two inputs, one hidden layer, one output: on which of two spirals is the point?"""
+    """Tells on which of two spirals a point lies: two inputs, one hidden layer, one output."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(1)
         self.weights = [rng.normal(0, 2.0, (2, 32)), np.zeros(32), rng.normal(0, 0.3, (32, 1)), np.zeros(1)]
 
     def gradients(self, x: np.ndarray, y: np.ndarray) -> tuple[list[np.ndarray], float]:
-        """The gradient of the loss for each weight, and the loss itself."""
+        """Return the gradient of the loss for each weight, and the loss."""
         w1, b1, w2, b2 = self.weights
         hidden = np.tanh(x @ w1 + b1)
         guess = 1 / (1 + np.exp(-(hidden @ w2 + b2)))
@@ -42,7 +42,7 @@ class Network:
 
 
 def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Points of two interleaved spirals; seeded by the step, so the same on every rank."""
+    """Return points of two interleaved spirals. The step is the seed, so all ranks get the same points."""
     rng = np.random.default_rng(step)
     arm, turn = rng.integers(0, 2, BATCH), rng.uniform(0.2, 1.0, BATCH)
     angle = 3 * np.pi * turn + np.pi * arm
@@ -51,7 +51,7 @@ def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def train(world: uni.Communicator, report: Callable[[int, float], None]) -> np.ndarray:
-    """Train on this rank; returns the weights as one vector. Rank 0 reports its progress."""
+    """Train on this rank; return the weights as one vector. Rank 0 reports its progress."""
     network = Network()
     share = slice(world.rank * BATCH // world.size, (world.rank + 1) * BATCH // world.size)
     for step in range(STEPS):
@@ -66,7 +66,7 @@ def train(world: uni.Communicator, report: Callable[[int, float], None]) -> np.n
 
 
 def bar(name: str) -> Callable[[int, float], None]:
-    """A progress bar of ten lines: the launcher shows the output of ranks line by line."""
+    """Return a progress bar of ten lines: the launcher shows the output of ranks line by line."""
 
     def report(done: int, loss: float) -> None:
         if done % (STEPS // 10) == 0:
