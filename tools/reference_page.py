@@ -35,8 +35,8 @@ Every verb, what a communicator and a work offer, and every setting. `tools/refe
 from the docstrings, which `help(uni.Communicator.all_reduce)` shows as well.
 
 `comm.all_reduce(x)` waits and returns the result. `comm.start.all_reduce(x)` takes the same arguments and
-returns a [Work](#work). Every verb raises what [failure.md](failure.md) lists; below stands what is special
-to one.
+returns a [Work](#work). Every verb may raise the errors that [failure.md](failure.md) lists; below, a verb
+names only those that mean something special for it.
 """
 
 

@@ -30,11 +30,11 @@ def _setting(
 
 @dataclass(frozen=True, init=False)
 class Config:
-    """What a user may set. An unknown name or a value out of range is a UsageError.
+    """The settings. An unknown name or a value out of range is a UsageError.
 
-    Every setting can also be given by a variable, such as `UNISONO_SEGMENT_BYTES=65536`. A value in code wins
-    over an option of `unisono run`, which wins over the variable. All ranks must use equal settings: they
-    compare `digest()` when they join.
+    Every setting can also be given by a variable, such as `UNISONO_SEGMENT_BYTES=65536`. A value in code
+    takes precedence over an option of `unisono run`, and the option over the variable. All ranks must use
+    equal settings: they compare `digest()` when they join.
     """
 
     reproducible: bool = _setting(False)
@@ -86,7 +86,7 @@ class Config:
     auto is TCP, and QUIC for `backend="quic"`, which uses it between all ranks."""
 
     insecure: bool = _setting(False)
-    """Do not encrypt links between hosts; only for a network that nobody else can reach."""
+    """Do not encrypt links between hosts; only for a network that no other users can reach."""
 
     tls: bool = _setting(False)
     """Encrypt TCP links within a host, too; links between hosts are always encrypted unless `insecure`."""

@@ -318,7 +318,7 @@ _FRAME: Final = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE
 
 # Up to this many ranks are listed one by one; more are written as ranges.
 _RANKS_LISTED: Final = 8
-# A text with more ranges is cut: nobody reads on.
+# A text with more ranges is cut, to stay readable.
 _RANGES_MAX: Final = 32
 
 

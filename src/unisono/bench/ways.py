@@ -35,7 +35,7 @@ WAYS: Final = {
     "blocking": Way(),
     "timeout": Way(form="timeout"),
     "started": Way(form="started"),
-    # Some of Gloo's works never say that they are done unless somebody waits for them.
+    # Some of Gloo's works never report that they are done unless a thread waits for them.
     "polled": Way(form="polled", for_gloo=False),
     # Gloo keeps nothing that another size, array or line could miss, and hundreds of its calls take seconds.
     # Sizes grow from call to call, so that every system makes the same number of calls.

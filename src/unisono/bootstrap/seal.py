@@ -1,4 +1,4 @@
-"""A seal: text that only those who know a secret can read or make, kept where others read and write."""
+"""A seal: text that only processes with a secret can read or make, kept where others read and write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine's calls ask of Python: a decision for each class of calls, and what is rare.
+"""The Python side of the engine's calls: a decision for each class of calls, and the rare events.
 
 A call runs in the engine from its arguments to its result (native/python/call.hpp). If it fails, stalls,
 passes its deadline or is interrupted, or if a member of its group has left or failed, Python *adopts* it: its
@@ -70,7 +70,7 @@ class Adoption:
         return self._splitter.row(color, key)
 
     def make_group(self, *ended: Any) -> object:
-        """What a split gives whose rows the engine has gathered."""
+        """The result of a split whose rows the engine has gathered."""
         return self._splitter.made(*ended)
 
     @property
@@ -136,7 +136,7 @@ class Adoption:
     def _check(
         self, operation: str, dtype: DType, op: ReduceOp | None, algorithm: str, shape: tuple[int, ...]
     ) -> None:
-        """Refuse what the verb refuses of the reference path."""
+        """Refuse the arguments that the verb of the reference path refuses."""
         verb, backend = VERBS[operation], self._group.backend
         collective = verb.collective
         if op is None:
@@ -177,7 +177,7 @@ class Adoption:
     def decide_second_stage(
         self, operation: str, dtype_code: int, root: int, algorithm: str, counts: tuple[int, ...]
     ) -> Decided:
-        """Decide how the engine moves what did not fit into the rows of the first stage."""
+        """Decide how the engine moves the parts that did not fit into the rows of the first stage."""
         group, dtype = self._group, _DTYPES[dtype_code]
         collective = VERBS[operation].collective
         problem = Problem(collective, group.backend.size, counts, root, group.backend.hosts())
@@ -204,7 +204,7 @@ class Adoption:
     def cut(
         self, memory: Any, like: Any, dtype_code: int, lengths: list[int], shape: tuple[int, ...]
     ) -> list[Any]:
-        """What a verb that gives a list returns, for arrays of a kind that only Python knows."""
+        """The result of a verb that returns a list, for arrays of a kind that only Python knows."""
         dtype = _DTYPES[dtype_code]
         flat = np.frombuffer(memory, dtype.storage)
         return as_list(flat, lengths, shape, dtype, buffers.view(like, "x").family)
@@ -212,7 +212,7 @@ class Adoption:
     # -- calls that do not end well or soon ---------------------------------------------------------------
 
     def adopt(self, *call: Any) -> Work[Any]:
-        """Carry a started call on: a work that ends with it."""
+        """Adopt a started call; returns the work that ends with it."""
         return self._resume(*call, timers=True)
 
     def carry_on(self, *call: Any) -> Any:
@@ -260,12 +260,12 @@ class Adoption:
                 yield from one.take_over(operations[0][1], memory, fingerprint)
             if operation == "split":
                 given, _, result, _ = memory
-                # Here and not when somebody waits for it: other members may use the group.
+                # Made now, not when a thread waits for the work: other members may use the group already.
                 return (yield from self._splitter.finish(call, given, result))
             if root is None:
                 return None
             given, out, result, _ = memory
-            # The first stage of a call is over, or nothing is left but to look at what it gave.
+            # The first stage of a call is over, or only its result has to be looked at.
             parts = None if given is None else [buffers.view(x, "x") for x in given]
             filled = None
             if out is not None:
@@ -344,7 +344,7 @@ class Adoption:
     # -- rare looks of a call -------------------------------------------------------------------------------
 
     def catch_up(self) -> None:
-        """Dispatch what has come, before a collective begins: another rank may have failed."""
+        """Dispatch what has arrived, before a collective begins: another rank may have failed."""
         self._group.backend.runtime.catch_up()
 
     def check_unclaimed(self, source: int, sequence: int, theirs: bytes) -> None:

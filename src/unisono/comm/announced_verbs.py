@@ -1,6 +1,6 @@
-"""The verbs whose ranks do not know each other's lengths: `scatter`, the uneven ones and those of objects.
+"""The verbs whose ranks do not know each other's lengths: `scatter`, the uneven verbs and those for objects.
 
-Their arguments are checked here. What travels is in vector_collectives.py.
+Arguments are checked here. vector_collectives.py runs the stages.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class AnnouncedVerbs(Messages):
     ) -> Work[Any]:
         """Gather the `x` of all ranks on `root`, as a list by rank; else None. Axis 0 may differ.
 
-        `algorithm` is for arrays that are short; longer ones go straight to root. Ranks other than root do
+        `algorithm` is for short arrays; longer ones are sent directly to root. Ranks other than root do
         not wait for each other.
         """
         array = rows(x, "x")
@@ -178,10 +178,10 @@ class AnnouncedVerbs(Messages):
         Every rank gets copies of all objects and folds them itself, so `fn` may change its first argument,
         and what it returns belongs to this rank. All ranks return equal objects if they pass the same `fn`
         and it depends on its arguments only; ranks do not compare it. It need not be associative. It must not
-        call verbs: others may be further.
+        call verbs: other ranks may be further.
 
-        What `fn` raises on this rank, the verb raises here. By then all objects have been exchanged: other
-        ranks get their result or their own error, and the communicator can be used further.
+        If `fn` raises on this rank, the verb raises the same exception here. By then all objects have been
+        exchanged: other ranks get their result or their own error, and the communicator can be used further.
         """
         if not callable(fn):
             raise UsageError(f"fn={fn!r} cannot be called; allowed: a function of two objects")

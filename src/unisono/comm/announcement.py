@@ -4,11 +4,11 @@ Where ranks cannot know each other's lengths, the first stage of a collective ca
 rank, of equal length: dtype, kind of array, number of dimensions beyond axis 0, and what follows (a byte
 each), how many bytes of the row are used (4 bytes), these dimensions, the length along axis 0 of each part
 (8 bytes each), and then the elements of all parts, if they fit. If all of them do, there is no second stage.
-The engine does not send what is not used.
+The engine does not send the unused end of a row.
 
 The parts of a collective of objects are packed objects, as bytes. The engine may send the *heads* of objects
 in the row instead of elements, each behind a byte that says what its blob becomes: then a part is only what
-travels beside the head, its one blob or all of them in one piece (core/codec.py).
+travels beside the head: its one blob, or all its blobs in one piece (core/codec.py).
 
 The native twin is native/python/announcement.hpp: the same layout.
 """
@@ -30,7 +30,7 @@ from unisono.errors import ProtocolError, UsageError
 
 __all__ = ["ARRAY_BYTES_MAX", "Announcement", "row_bytes"]
 
-_DIMENSIONS_MAX: Final = 32  # NumPy's own limit was 32 for most of its life
+_DIMENSIONS_MAX: Final = 32  # the limit of NumPy 1; NumPy 2 allows 64
 _HEAD: Final = struct.Struct("<BBBBI")
 # What follows the lengths.
 _ELEMENTS, _HEADS = 0, 1
@@ -111,7 +111,7 @@ class Announcement:
 
     @staticmethod
     def decoded(row: Flat, lengths: int, bytes_max: int) -> Announcement:
-        """From a row that another rank sent: nothing in it is taken on trust."""
+        """Read a row that another rank sent: every field is checked."""
         code, family, dimensions, form, used = _HEAD.unpack(row[: _HEAD.size].tobytes())
         if code >= len(_TYPES) or dimensions > _DIMENSIONS_MAX or form not in (_ELEMENTS, _HEADS):
             raise ProtocolError("malformed announcement in a collective")

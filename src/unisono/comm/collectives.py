@@ -125,7 +125,7 @@ class Verbs(AnnouncedVerbs):
     ) -> Work[Any]:
         """Reduce the `x` of all ranks into the `x` of `root`, or its `out`. Root returns it, others None.
 
-        The `x` of the others, and that of a root with `out`, is unchanged. Only root's `out` is looked at.
+        The `x` of other ranks, and that of a root with `out`, is unchanged. Only root's `out` is used.
         """
         how = as_op(op)
         root = self._rank_of(root, "root")

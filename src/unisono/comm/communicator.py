@@ -78,7 +78,7 @@ class Communicator(BlockingVerbs):
 
     @property
     def _group(self) -> Group:
-        """The state of the group, made when it is looked at first."""
+        """The state of the group, which is made at its first use."""
         return self._made if self._made is not None else self._make()
 
     def _bind_verbs(self) -> None:
@@ -167,7 +167,7 @@ class Communicator(BlockingVerbs):
     # -- groups within ------------------------------------------------------------------------------------
 
     def sub(self, ranks: Sequence[int]) -> Communicator:
-        """Make a communicator of the given ranks. Only these call it, and no message is exchanged.
+        """Make a communicator of the given ranks. Only these ranks call it, and no message is exchanged.
 
         Args:
             ranks: ranks of this communicator, this one included. They are sorted, and duplicates removed.

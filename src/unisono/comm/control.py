@@ -158,7 +158,7 @@ class Control:
     ) -> None:
         """A communicator of these world ranks was closed, and nothing was left to do on it.
 
-        `calls` makes its last calls, if anybody may need them. Goodbyes are sent together.
+        `calls` returns its last calls; None if no rank can need them. Goodbyes are sent together.
         """
         with self._lock:
             self._close_context(context)
@@ -223,7 +223,7 @@ class Control:
             self.send(ranks, Goodbye(context, lane, calls), lane)
 
     def send_goodbyes(self) -> None:
-        """Send the goodbyes that wait for others to go with."""
+        """Send the goodbyes that wait to be batched."""
         with self._lock:
             by_rank, makers = self._goodbyes.take()
         told = {context for contexts in by_rank.values() for context in contexts}

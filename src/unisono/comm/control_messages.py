@@ -270,7 +270,7 @@ class WaitReport(msgspec.Struct, frozen=True, tag="wait_report"):
 
 
 class Marker(msgspec.Struct, frozen=True, tag="marker"):
-    """Everything that the sender sent before this has arrived. It belongs to a check of rank `initiator`."""
+    """All that the sender sent before this marker has arrived. It belongs to a check of rank `initiator`."""
 
     initiator: int
     check: int

@@ -12,8 +12,8 @@ from typing import Final, Generic, TypeVar
 
 __all__ = ["DELAY_S", "UnsentGoodbyes"]
 
-# How long a goodbye waits. In a program that is wrong, a rank that waits for this one hears of its end that
-# much later. A program that makes and closes groups in a loop closes some hundred in this time.
+# How long a goodbye waits. In a wrong program, a rank that waits for this one learns of its end that much
+# later. A program that makes and closes groups in a loop closes some hundred in this time.
 DELAY_S: Final = 0.005
 
 
@@ -31,7 +31,7 @@ class UnsentGoodbyes(Generic[C]):
         return len(self._ranks)
 
     def add(self, context: int, ranks: tuple[int, ...], calls: Callable[[], C] | None) -> None:
-        """A group of these ranks was closed; `calls` is None if nobody needs its last calls."""
+        """A group of these ranks was closed; `calls` is None if no rank can need its last calls."""
         self._ranks[context] = ranks
         if calls is not None:
             self._calls[context] = calls

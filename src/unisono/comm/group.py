@@ -264,7 +264,7 @@ class Group(Operations):
     def leave(self, cause: str | None = None, *, is_soon: bool = False) -> None:
         """Say goodbye without waiting for anything. `cause` says why, if the user did not close the group.
 
-        `is_soon`: nothing was left to do, so the goodbye may wait for others to go with.
+        `is_soon`: nothing was left to do, so the goodbye may wait to be batched.
         """
         with self.state.lock:
             if self.state.closed is not None:
@@ -272,7 +272,7 @@ class Group(Operations):
             closed = self.state.close(cause)
         self.state.interrupt(closed, only_collectives=False)
         if is_soon:
-            # Where all are known to have made the same calls, nobody waits in a different one.
+            # If all ranks are known to have made the same calls, no rank waits in a different one.
             calls = None if self.call_log.is_agreed else self.state.last_calls_here
             self.control.leave_soon(self.world_ranks, self.context, calls)
             return

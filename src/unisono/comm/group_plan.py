@@ -14,7 +14,7 @@ __all__ = ["GroupPlan"]
 
 
 class GroupPlan(NamedTuple):
-    """What a group is made from. `members` are world ranks."""
+    """The values from which a group is made. `members` are world ranks."""
 
     members: tuple[int, ...]
     context: int

@@ -2,8 +2,8 @@
 
 Each verb has one or two stages. In the first every rank sends its row (comm/announcement.py) to all or to
 root, or root does to all; with the rows at hand, `finish` runs the second, unless all elements were in the
-rows. Those that were not go to the root of a `gather_v` straight: no other rank knows more than its own
-length. The engine runs both stages by itself; calls that Python adopts go on in `finish` (comm/adoption.py).
+rows. In a `gather_v`, the others are sent directly to root: no other rank knows more than its own length. The
+engine runs both stages by itself; calls that Python adopts go on in `finish` (comm/adoption.py).
 """
 
 from __future__ import annotations

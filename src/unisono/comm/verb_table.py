@@ -1,4 +1,4 @@
-"""The table of verbs: what is true of each, whatever its arguments are.
+"""The table of verbs: the properties of each that do not depend on its arguments.
 
 It is the one home of these facts. What is made from it: the methods that a user calls, with the engine's
 parser, signatures and documentation (verb_type.py); decisions (adoption.py); the numbers of verbs in

@@ -57,8 +57,8 @@ def init(
     Args:
         backend: a name of `list_backends()`. "auto" is the native backend, unless `unisono run --backend` or
             UNISONO_BACKEND names another.
-        rank: this rank, if no launcher says it.
-        size: the number of ranks, if no launcher says it.
+        rank: this rank, if no launcher names it.
+        size: the number of ranks, if no launcher names it.
         join: the join ticket, or the path of a file with it, if no launcher provides one.
         timeout: seconds to find the other ranks.
         config: the settings; by default those of the environment. They must be equal on all ranks.

@@ -179,7 +179,7 @@ class Array:
 
 
 def empty(count: int, dtype: DType) -> np.ndarray[Any, Any]:
-    """Memory for a result. A long one is used again when nobody holds it any more."""
+    """Memory for a result. Long memory is used again when no object refers to it any more."""
     nbytes = count * dtype.itemsize
     if nbytes < POOLED_BYTES_MIN:
         return np.empty(count, dtype.storage)

@@ -80,7 +80,7 @@ class Call:
     def let_go(self) -> None:
         """It has ended: refer to its task and its memory no more.
 
-        So both are freed with the work, and do not wait for the garbage collector.
+        So both are freed with the work, without the garbage collector.
         """
         self.wake = _nothing
         self.waiting_on = tuple

@@ -52,7 +52,7 @@ class Task(Generic[T]):
         call.wake = self.wake
 
     def begin(self, timers: bool) -> None:
-        """Take the first step. With `timers`, deadlines and stalls are seen to while nobody waits."""
+        """Take the first step. With `timers`, deadlines and stalls are handled while no thread waits."""
         self.wake()
         if timers and not self.is_done():
             call, now = self.call, self._runtime.now()
@@ -368,8 +368,8 @@ def _carry_on(task: Task[Any]) -> None:
 def _carry_on_claimed() -> None:
     """Carry on what this thread has claimed.
 
-    Called with a depth only by a wait inside an operation, such as a verb in a user's own reduce function:
-    nobody else would do it.
+    Called with a depth only by a wait inside an operation, such as a verb in a user's own reduce function: no
+    other frame would do it.
     """
     tasks, depth = _queue.tasks, _queue.depth
     if len(tasks) <= depth:

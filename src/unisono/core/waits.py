@@ -200,7 +200,7 @@ def _waiter(
 ) -> Callable[[Callable[[], bool]], None]:
     """A function that waits for the event until a condition is true, or the time is over."""
     runtime, rank = next(iter(works))._runtime_and_rank()
-    # A work of another backend may end the wait: then no runtime alone can tell that nobody will.
+    # A work of another backend may end the wait: then no single runtime can tell that no rank will.
     is_alone = all(work._runtime_and_rank()[0] is runtime for work in works)
 
     def waiting() -> Waiting:

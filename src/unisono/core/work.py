@@ -135,7 +135,7 @@ class Work(WorkBase, Coroutine[Any, Any, T], Generic[T]):
                     future.set_result(None)
 
             def notify() -> None:
-                with contextlib.suppress(RuntimeError):  # nobody waits on a loop that is closed
+                with contextlib.suppress(RuntimeError):  # a closed loop has no waiters
                     loop.call_soon_threadsafe(settle)
 
             self._on_end(notify)
@@ -207,7 +207,7 @@ def _settled(task: Task[Any]) -> None:
 
 
 def wait_or_cancel(work: Work[T]) -> T:
-    """Wait for a work that nobody else holds; if the wait is interrupted, cancel the work."""
+    """Wait for a work that no other code holds; if the wait is interrupted, cancel the work."""
     try:
         result: T = work.wait()
         return result

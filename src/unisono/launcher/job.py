@@ -1,4 +1,4 @@
-"""A job of `unisono run`: what to start on this host, where its ranks meet, and which combinations work."""
+"""A job of `unisono run`: what to start on this host, where its ranks meet, and which options go together."""
 
 from __future__ import annotations
 

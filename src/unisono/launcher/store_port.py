@@ -10,7 +10,7 @@ __all__ = ["StorePort"]
 
 
 class StorePort:
-    """Keeps a port from being given to anybody who asks for any free one, until `close`.
+    """Keeps the system from giving a port to a process that asks for any free one, until `close`.
 
     The socket is bound and never listens: the kernel then lets another one that sets SO_REUSEADDR, as
     TCPStore does, bind the same port and listen, as often as the program makes a store. It is bound to all

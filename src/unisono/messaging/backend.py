@@ -86,13 +86,13 @@ class GroupListener(Protocol):
 
 
 class Backend(ABC):
-    """What moves bytes between `size` ranks, seen from one of them.
+    """Moves bytes between `size` ranks, seen from one of them.
 
     Every backend promises:
 
     - *Order.* Messages of one sender with one (context, tag) match receives in the order they were sent.
-    - *Ownership.* A buffer belongs to the request until the request is done. Until then nobody else may write
-      to it, nor read a receive buffer.
+    - *Ownership.* A buffer belongs to the request until the request is done. Until then no other code may
+      write to it, or read a receive buffer.
     - *All or nothing.* If a send fails, the receiver has all of the message or nothing, never a part that
       looks whole.
     - *Type and length.* A message that is longer than the receive buffer, or of another type, fails that
@@ -258,7 +258,7 @@ class Backend(ABC):
 
     @abstractmethod
     def watch(self, listener: Callable[[PeerDown], None]) -> None:
-        """Call the listener for every rank that is gone or goes, once each, until the backend is closed.
+        """Call the listener once for every rank that is gone, now or later, until the backend is closed.
 
         Args:
             listener: may be called on any thread, also within this call, and without a lock held. By then

@@ -106,9 +106,9 @@ class _Touch:
 class _Touches:
     """Which steps touched which cells of a buffer last: the source of every edge.
 
-    A cell lies between neighbouring places. A write hides an earlier touch of a cell, so that nobody need
-    wait for that any more, only if it covers it for all counts: slices that begin together may have different
-    ends, where blocks of different lengths use one slot in turn.
+    A cell lies between neighbouring places. A write hides an earlier touch of a cell, so that no step need
+    wait for that touch any more, only if the write covers the cell for all counts: slices that begin together
+    may have different ends, where blocks of different lengths use one slot in turn.
     """
 
     def __init__(self, touches: Sequence[_Touch]) -> None:

@@ -1,4 +1,4 @@
-"""Errors as torch's callers know them: DistBackendError, which says who, what and on which line."""
+"""Errors as torch's callers know them: DistBackendError, which names the rank, the call and the line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A barrier that names who does not come, by messages: a missing rank does not end the group.
+"""A barrier that names the ranks that do not arrive, by messages: a missing rank does not end the group.
 
 Every rank sends rank 0 its arrival, and waits for its release. Rank 0 waits for each in turn. A rank that
 gives up withdraws its arrival, so that a later barrier does not count it: all three carry the number of the

@@ -267,7 +267,7 @@ class _Done(_Base):
 class Once:
     """What is left to do when an operation has ended, such as copying its result back; done once.
 
-    It is `is_owed` if it must be done also where nobody waits for the operation.
+    `is_owed`: it must be done even if no thread waits for the operation.
     """
 
     def __init__(self, finish: Callable[[Any], object], *, is_owed: bool = True) -> None:

@@ -172,9 +172,9 @@ class Agent:
         Args:
             name: letters, digits and `_ . : / -`, beginning with a letter.
             fn: a function, a coroutine function, a generator function of either kind, or a class.
-            inline: for a function that returns at once. It also runs on a thread of this rank that waits for
-                the answer to a call of its own, so that no other thread has to be woken. It must not wait:
-                blocking verbs and calls raise UsageError in it, and one that takes long is logged.
+            inline: for a function that returns at once. Such a function also runs on a thread of this rank
+                that waits for the answer to a remote call, so that no other thread has to be woken. It must
+                not wait: blocking verbs and calls raise UsageError in it, and one that takes long is logged.
 
         Raises:
             UsageError: the name is invalid or taken; an `async def` function or a generator cannot be inline.

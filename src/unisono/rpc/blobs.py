@@ -1,7 +1,7 @@
 """Blobs: the long parts of a value, which travel beside its frame; and bounds on those under way.
 
-A blob of up to CERTAIN_BLOB_BYTES is sent without asking the receiver, who always receives it and, if nobody
-wants it any more, drops it: neither side withdraws it. A longer one is sent when the receiver takes it.
+A blob of up to CERTAIN_BLOB_BYTES is sent without asking the receiver, which always receives it, and drops it
+if it is no longer wanted: neither side withdraws it. A longer one is sent when the receiver asks for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _tag(number: int, index: int) -> int:
 
 
 def discard(transport: RpcTransport, source: int, frame: Frame) -> None:
-    """Receive and drop what their sender sends in any case of the blobs of a frame that nobody wants."""
+    """Receive and drop those blobs of an unwanted frame that their sender sends in any case."""
     for index, length in enumerate(frame_lengths(frame.data)):
         if length <= CERTAIN_BLOB_BYTES:
             transport.receive(source, _tag(frame.number, index), bytearray(length), lambda error: None)

@@ -94,7 +94,7 @@ class FrameDispatcher:
     def _on_answer(self, peer: Peer, frame: Frame) -> None:
         pending = peer.calls.get(frame.call)
         if pending is None:
-            if frame.blob_bytes:  # it was given up meanwhile: nobody wants its blobs
+            if frame.blob_bytes:  # the call was given up meanwhile: its blobs are unwanted
                 discard(self._transport, peer.rank, frame)
                 self._peers.send(peer.rank, short(CANCEL, frame.call))
         elif pending.buffer is not None:

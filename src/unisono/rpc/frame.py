@@ -1,6 +1,6 @@
-"""Frames: what agents say to each other. The core packs and reads them (native/python/rpc_frame.cpp).
+"""Frames: the messages between agents. The core packs and reads them (native/python/rpc_frame.cpp).
 
-Every frame has the same fields and a value of any kind. What is long in the value travels beside the frame in
+Every frame has the same fields and a value of any kind. Long parts of the value travel beside the frame as
 *blobs*, without being copied; `number` is their tag. The frame itself is one short message.
 
 - ASK: call the function `name` within `timeout_s`. The value is (args, kwargs). `call` is the caller's number

@@ -182,7 +182,7 @@ class Signature:
         return bound.args, bound.kwargs
 
     def _takes(self, count: int, kwargs: Mapping[str, Any]) -> bool:
-        """Whether the function takes so many positional arguments and these by keyword."""
+        """Whether the function takes this number of positional arguments and these by keyword."""
         if count > len(self._positional):
             return False
         places = self._places

@@ -98,7 +98,7 @@ class Verdicts:
         now, silence = self._fabric.scheduler.now, self._silences[src, dst]
         if now < linked_since + self._limit_s or not silence.is_fatal(now, self._limit_s):
             return
-        # A paused rank declares nobody dead; it checks again when it runs.
+        # A paused rank declares no rank dead; it checks again when it runs.
         thread = self._fabric.scheduler.threads[dst]
         if thread.is_paused:
             thread.when_running(partial(self._check_silence, src, dst))

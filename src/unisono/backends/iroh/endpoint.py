@@ -207,7 +207,7 @@ class Endpoint:
 
     def _log_refusal(self, why: str) -> None:
         self._refused += 1
-        if self._refused <= _WARNINGS_MAX:  # anybody can connect: the log must not fill a disk
+        if self._refused <= _WARNINGS_MAX:  # any process can connect: the log must not fill a disk
             _log.warning("a connection was refused: %s", why)
 
 

@@ -144,7 +144,7 @@ class Link:
 
         Raises:
             LinkError: the connection is gone.
-            ProtocolError: the peer could not prove who it is.
+            ProtocolError: the peer could not prove its identity.
         """
         self.connection.set_max_concurrent_bi_streams(0)
         self.connection.set_max_concurrent_uni_streams(self._lanes)

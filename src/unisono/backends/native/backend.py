@@ -58,7 +58,7 @@ class NativeBackend(Closable):
         direct_read: whether ranks of one host read each other's memory directly, where the system allows it.
         tls: encrypt all TCP. No TCP connection is accepted before `connect` has brought credentials.
         rekey_records: TLS records, or QUIC packets, until the key is renewed.
-        quic: use QUIC in place of TCP. As with `tls`, nobody is admitted before `connect` has brought
+        quic: use QUIC in place of TCP. As with `tls`, no connection is accepted before `connect` has brought
             credentials.
         datagram_bytes: the bytes of QUIC's datagrams on a path that is known to carry them; 0: what the path
             turns out to carry.
@@ -267,7 +267,7 @@ class NativeBackend(Closable):
     def run_plan(self, plan: Plan, counts: tuple[int, ...], stage: Stage) -> Request:
         """Run a plan in the engine, without the GIL."""
         dtype, memory, config, op = stage.dtype, stage.memory, self._config, stage.op
-        # Nobody need build a matrix of counts that are all the same.
+        # A matrix of counts that are all the same need not be built.
         is_even = plan.shape.collective == "all_to_all" and len(set(counts)) == 1
         program, piece_elements = self.compile_plan(plan, dtype.itemsize)
         call = _native.ProgramCall(

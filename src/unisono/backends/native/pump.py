@@ -19,7 +19,7 @@ _log = logging.getLogger("unisono.native")
 
 
 class Pump:
-    """The thread of one rank, and how the rank leaves if nobody closes it."""
+    """The thread of one rank, and how the rank leaves if it is not closed."""
 
     def __init__(self, completions: CompletionDispatcher) -> None:
         self._completions = completions
