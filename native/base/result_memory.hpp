@@ -1,8 +1,8 @@
 // Memory of results, used again: when an array that a verb has returned is dropped, its memory is kept for the next
 // result of about that length. Fresh memory costs a page fault every 4 KiB, which takes longer than receiving 4 KiB.
 //
-// One pool for the process, whatever thread asks. What is kept is bounded, and long blocks that are kept are the
-// system's to take back when memory is short.
+// One pool serves all threads of the process. It keeps a bounded amount, and the system may take back the pages of long
+// blocks when memory is short.
 
 #pragma once
 
@@ -14,7 +14,7 @@ namespace unisono::engine {
 
 class ResultMemory {
  public:
-  // Shorter results are the allocator's: it keeps them itself.
+  // Memory of shorter results comes from the allocator, which keeps it itself.
   static constexpr size_t pooled_bytes_min = 32 * 1024;
 
   ResultMemory() = default;

@@ -1,4 +1,4 @@
-// What a connector hands on to the engine, and asks it.
+// What a connector passes to the engine, and asks of it.
 
 #pragma once
 

@@ -35,8 +35,8 @@ constexpr uint64_t window_bytes_long = 96 * 1024 * 1024;
 constexpr std::int64_t probe_slack_ns = 10 * millisecond, probe_slack_ns_max = 250 * millisecond;
 // In the best case two of them fill a batch of the socket.
 constexpr size_t datagram_bytes_local = 32 * 1000;
-// A port that answers as closed is asked this often, for 0.4 s, and has to answer so this often. Linux answers six
-// times in a burst, and then once a second.
+// A rank whose port is reported closed (ICMP) is pinged `asks_max` times in 0.4 s. It counts as dead if it answers no
+// ping and `refusals_needed` reports arrive. Linux sends six reports in a burst, and then one a second.
 constexpr std::int64_t ask_ns = 80 * millisecond;
 constexpr int asks_max = 5, refusals_needed = 3;
 

@@ -2,8 +2,8 @@
 // one socket of all its links.
 //
 // A caller that has not shown its certificate, a *stranger*, is bounded in time, bytes and number, with the numbers of
-// the TCP connector. While many come, a caller first proves that it is where it says (QUIC's retry), which costs this
-// rank no memory. What is none of QUIC's first datagrams gets no answer.
+// the TCP connector. While many arrive, a caller first proves its address (QUIC's retry), which costs this rank no
+// memory. A datagram that does not begin a QUIC connection gets no answer.
 
 #pragma once
 

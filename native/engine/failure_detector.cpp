@@ -7,7 +7,7 @@ namespace unisono::engine {
 namespace {
 
 constexpr std::int64_t beat_ns_max = second / 2;
-// Ten heartbeats may be missing. A peer that missed three is pinged by UDP, too, twice as often.
+// Ten heartbeats may be missing. A peer that missed three is also pinged by UDP, twice as often.
 constexpr std::int64_t beats_per_silence = 10, beats_before_ping = 3;
 
 }  // namespace

@@ -7,8 +7,8 @@
 //
 // A payload that is too long for one message travels beside it under a tag of its own: *lent* from the sender's memory,
 // and *expected* into the receiver's. The end of an expected message is reported as a message, so no other thread has
-// to be woken. One of up to `certain_bytes_max` is sent at once, because its receiver takes it in any case, if only to
-// drop it.
+// to be woken. One of up to `certain_bytes_max` is sent at once, because its receiver always receives it, even if it
+// then drops it.
 //
 // One thread reads at a time. A *front* reader waits for an answer and makes progress meanwhile, as every caller does.
 // In the background one *leader* among the serving threads makes progress, only while no other thread does, and sleeps

@@ -1,4 +1,4 @@
-// A link to one peer: carries frames, in order on each lane. What a frame means is the Peer's business.
+// A link to one peer: carries frames, in order on each lane. Peer decides what a frame means.
 
 #pragma once
 

@@ -198,7 +198,7 @@ void QuicEndpoint::mark(std::vector<QuicConnection*>& list, QuicConnection& conn
 }
 
 void QuicEndpoint::on_put(QuicConnection& connection, bool is_corked) {
-  // What reading has marked is written now, too: the acknowledgement rides on the answer.
+  // What reading has marked is written now, too: the acknowledgement is piggybacked on the answer.
   if (connection.is_marked) {
     if (std::erase(read_, &connection) != 0) put_.push_back(&connection);
   } else {

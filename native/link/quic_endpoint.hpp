@@ -1,9 +1,8 @@
 // The one UDP socket of a rank, and the QUIC connections that share it. It finds the connection of each datagram by its
-// id, writes in batches, and knows which timer is due first. Whom to connect to and whom to admit is the owner's
-// business.
+// id, writes in batches, and knows which timer is due first. The owner decides which ranks to connect to and to admit.
 //
-// A turn: expired timers and the connections that reading has marked, then reading. So an acknowledgement rides on the
-// answer that the last turn's datagrams caused.
+// A turn: expired timers and the connections that reading has marked, then reading. So an acknowledgement is
+// piggybacked on the answer that the last turn's datagrams caused.
 
 #pragma once
 

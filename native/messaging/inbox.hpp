@@ -1,5 +1,4 @@
-// The inbox: posted receives and the unexpected-message queue of a rank. How the payload travels is the Peer's
-// business.
+// The inbox: posted receives and the unexpected-message queue of a rank. Peer decides how the payload travels.
 
 #pragma once
 

@@ -194,7 +194,7 @@ void Call::join(std::span<const std::span<const byte>> pieces) {
   }
 }
 
-// Memory of the object that a part becomes. What this rank sends to itself and nobody can change is that object.
+// Memory of the object that a part becomes. An immutable object that this rank sends to itself is used as it is.
 nb::object Call::memory_of_part(const Announcement& row, size_t source) {
   Announced& mine = *announced_;
   const auto nbytes = static_cast<size_t>(row.length(own_part()));

@@ -33,7 +33,7 @@ BlobKind kind_of_blob(PyObject* owner);
 // Memory of a new object without other references, as a BlobMemory; null with an exception set.
 PyObject* memory_for(BlobKind kind, size_t bytes);
 
-// A bytes object that the caller fills before anybody else sees it; null with an exception set.
+// A bytes object that the caller fills before any other code sees it; null with an exception set.
 PyObject* new_bytes_to_fill(size_t bytes);
 
 // Memory of a result as a buffer of `nbytes` that may be written to, and that gives it back. Throws

@@ -24,7 +24,7 @@ class Announcement;
 // What a call has beside the rest if its ranks do not know each other's lengths.
 struct Announced {
   bool all_announce = false;  // every rank sends a row, not only root
-  bool is_gathered = false;   // root gets these rows, and nobody else
+  bool is_gathered = false;   // only root gets these rows
   size_t rows = 0;            // that this rank gets
   size_t lengths = 0;         // in a row
   size_t row_bytes = 0;

@@ -74,7 +74,8 @@ class Program:
 # A program with the counts of a call, the most elements of a piece, and the group's ranks by their numbers
 # in the engine.
 # The ranks of a communicator and the peers, which the engine calls ranks: see
-# native/collective/rank_map.hpp. `peers` are in the order of ranks; `to_local` is None for who is no member.
+# native/collective/rank_map.hpp. `peers` are in the order of ranks; `to_local` is None for a peer that is not
+# a member.
 class RankMap:
     peers: tuple[int, ...]
     def __init__(self, peers: Sequence[int]) -> None: ...

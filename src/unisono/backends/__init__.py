@@ -1,4 +1,4 @@
-"""What moves bytes between ranks: each module is one way to do it, behind the contract.
+"""The backends, which move bytes between ranks: each module is one, behind the contract.
 
-A backend imports core/, messaging/ and plans/, and of other backends only what it is made of.
+A backend imports core/, messaging/ and plans/, and of other backends only those that it is made of.
 """

@@ -1,6 +1,6 @@
 """What every foreign library's collectives need: the agreement before a call, and how a call ends.
 
-Gloo and MPI compare nothing: ranks that call different things hang, or reduce what does not belong together.
+Gloo and MPI do not compare calls: ranks that call different things hang, or get wrong results.
 So every collective begins with an *agreement*: all ranks gather *preambles* of one length with the
 fingerprint of what each of them calls. A short operand fits into the preamble. Then nothing else travels:
 every rank has every operand and reduces them in rank order. Otherwise all ranks have entered by the end of

@@ -32,7 +32,7 @@ class ThreadUsers:
 
 
 class WatchedRanks(Protocol):
-    """What the watch asks about the ranks of a process."""
+    """The questions of the watch about the ranks of a process."""
 
     def moves(self) -> int:
         """A number that changes whenever a message moves."""

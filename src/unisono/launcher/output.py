@@ -1,4 +1,4 @@
-"""What ranks print: whole lines with the rank before them, and a rank's last words in one piece.
+"""The output of ranks: whole lines with the rank before them, and a rank's last words in one piece.
 
 "Last words": the traceback or crash report with which a rank ended, or else its last lines.
 """

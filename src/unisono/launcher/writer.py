@@ -1,4 +1,4 @@
-"""The thread that prints what a launcher has to print.
+"""The thread that prints the output of a launcher.
 
 A reader that does not read blocks this thread only; the launcher still handles signals and ends ranks.
 """

@@ -52,7 +52,7 @@ class CompressionState:
         return x
 
     def state_dict(self, model: Any) -> dict[str, Any]:
-        """What a checkpoint of this rank keeps, as copies: the residuals of the parameters by name.
+        """The state of this rank for its checkpoint, as copies: the residuals of the parameters by name.
 
         By parameter, because a new DistributedDataParallel begins with other buckets. `model` is the module
         that DistributedDataParallel was given, or itself.

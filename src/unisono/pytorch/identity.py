@@ -1,4 +1,4 @@
-"""What torch asks a group about itself."""
+"""The questions that torch asks a group about itself."""
 
 from __future__ import annotations
 

@@ -277,7 +277,7 @@ class ProcessGroup(Identity):
         return self._calls.run("gather", opts, outs, None, x, root, out=out.view(self._size, -1))
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
-        """`dist.scatter`: root's tensors are sent from where they lie."""
+        """`dist.scatter`: root's tensors are sent without a copy."""
         opts = opts if opts is not None else ScatterOptions()
         (output,) = outputs
         root, parts = opts.rootRank, None
@@ -345,7 +345,7 @@ class ProcessGroup(Identity):
         return self._calls.run("barrier", opts if opts is not None else BarrierOptions(), (), None)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """`dist.monitored_barrier`: names the ranks that do not come. The group stays usable.
+        """`dist.monitored_barrier`: names the ranks that do not arrive. The group stays usable.
 
         Raises:
             RuntimeError: some rank has not come in time.

@@ -37,13 +37,13 @@ _kept: Final[list[KeyValueStore]] = []
 def join_world(
     store: KeyValueStore, rank: int, size: int, timeout: timedelta, name: str, *, is_default: bool = False
 ) -> Communicator:
-    """Join the world of a torch group. What torch says counts, whatever launcher started this process.
+    """Join the world of a torch group. Torch's rank and size count, whatever launcher started this process.
 
     Args:
         store: the group's own, so that its keys mean nothing to other groups.
         rank: this process's rank in the group.
         size: the number of its members.
-        timeout: for all of them to come.
+        timeout: for all of them to join.
         name: torch's name of the group, for errors.
         is_default: whether it is the default group, whose store torch has made for it.
 

@@ -1,4 +1,4 @@
-"""One rank of a conformance case: it starts requests, waits for them and checks what came.
+"""One rank of a conformance case: it starts requests, waits for them and checks the results.
 
 Ranks of a case communicate only through the backend, so the same case runs on threads, in processes and in
 virtual time. In the cases this object is called `me`.

@@ -1,7 +1,7 @@
 """Collectives on tensors of a device: the library's contract, and which calls go to it.
 
-Device libraries compare nothing and there is no agreement before a call, so ranks that call different things
-hang. This module names no library.
+Device libraries do not compare calls, and there is no agreement before a call, so ranks that call different
+things hang. This module names no library.
 """
 
 from __future__ import annotations

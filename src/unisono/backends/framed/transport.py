@@ -1,4 +1,4 @@
-"""What a library has to do for a FramedBackend: carry frames and payloads in order."""
+"""The part of a FramedBackend that a library implements: it carries frames and payloads in order."""
 
 from __future__ import annotations
 

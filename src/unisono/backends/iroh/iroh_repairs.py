@@ -1,11 +1,12 @@
 """Two replacements in iroh's Python bindings.
 
 The bindings copy outgoing bytes one by one (5 MB/s); the replacement uses one memmove. And when a future is
-done, a thread of iroh waits for the GIL to say so. Meanwhile it answers no pings, so a rank whose interpreter
-is busy looks dead; the replacement signals an event descriptor instead, which is also faster.
+done, a thread of iroh waits for the GIL in order to report it. Meanwhile the thread answers no pings, so a
+rank whose interpreter is busy looks dead; the replacement signals an event descriptor instead, which is also
+faster.
 
 Both are applied only if the source text of the replaced functions is the known one. Otherwise the bindings
-stay as they are, and a warning says what follows from it.
+stay as they are, and a warning names the consequences.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a rank must know of another to reach it, and of itself to be believed."""
+"""Cards, by which a rank reaches another, and credentials, by which it proves its own identity."""
 
 from __future__ import annotations
 
