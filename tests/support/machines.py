@@ -97,8 +97,8 @@ _INTRODUCTION = """\
 # State machines of the engine and of the protocol
 
 Drawn from the tables that the code runs (`python -m tests.support.machines`; a test compares). Each arrow
-is an event, with the action behind the slash. A pair of state and event without an arrow is impossible: if a
-peer caused it, its connection is closed.
+is an event, with the action behind the slash. A pair of state and event without an arrow is impossible; a
+peer that causes such a pair loses its connection.
 """
 
 _ROW = re.compile(r"\{(\w+)::(\w+),\s*(\w+)::(\w+),\s*(\w+)::(\w+)(?:,\s*\w+::(\w+))?\}")
