@@ -1,4 +1,4 @@
-"""Collectives, every one: all types, operations, roots, algorithms and lengths, against the oracle."""
+"""Every collective, with all types, operations, roots, algorithms and lengths, compared with the oracle."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ from unisono.plans import CATALOG, algorithms
 
 SIZES = (1, 2, 3, 4, 5, 8)
 SEGMENT = 64
-# Segments so short that every message has several; a window of one; nothing eager: every path of a transfer.
+# Segments so short that every message has several, a window of one, nothing eager: every path of a transfer.
 CONFIGS = {
     "short": {"segment_bytes": SEGMENT},
     "narrow": {"segment_bytes": SEGMENT, "window_segments": 1, "eager_bytes": 0},
     "page": {"segment_bytes": 4096, "eager_bytes": 256},
 }
-# Five and eight ranks on two cores take most of the time of all sizes.
+# On two cores worlds of five and eight ranks take most of the time.
 every_size = pytest.mark.parametrize(
     "size", [*SIZES[:4], *(pytest.param(size, marks=pytest.mark.more) for size in SIZES[4:])]
 )
 
 
 def found(program: Callable[..., Notes], size: int, *args: Any, config: str = "short") -> list[str]:
-    """Everything that any rank noted."""
+    """All notes of all ranks."""
     ended = run_ranks(program, size, *args, config=uni.Config(**CONFIGS[config]))
     return [f"rank {rank}: {note}" for rank, notes in enumerate(ended.values()) for note in notes]
 
 
 def some(all_counts: list[int], turn: int, how_many: int = 3) -> list[int]:
-    """A few of the counts, others at every turn, so that all pairs together see all of them."""
+    """A few of the counts, different at every turn, so that all turns together use all counts."""
     return [all_counts[(turn * how_many + k) % len(all_counts)] for k in range(how_many)]
 
 
@@ -184,7 +184,7 @@ def test_every_root_serves_every_rooted_collective(size: int) -> None:
 
 
 def outcome(comm: uni.Communicator, collective: str, name: str, count: int, root: int, algorithm: str) -> Any:
-    """What the collective gives here by the algorithm, and what it must give."""
+    """The result of a collective on this rank with an algorithm, and the expected result."""
     size, me = comm.size, comm.rank
     seed = (collective, count, root)
     takes_rows = collective in ("scatter", "reduce_scatter", "all_to_all")
@@ -244,7 +244,7 @@ def test_every_algorithm_gives_the_right_answer_whatever_the_segments(size: int,
 def test_every_algorithm_gives_the_right_answer_across_hosts(
     hosts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the backend in Python, whose ranks can be told that they are on several hosts."""
+    """On the Python backend, whose ranks can be assigned to several hosts."""
     monkeypatch.setattr(LocalBackend, "hosts", lambda self: hosts)
     size = len(hosts)
 
@@ -298,7 +298,7 @@ def test_no_element_is_dropped_around_the_default_segment(size: int, delta: int)
     assert [note for notes in ended.values() for note in notes] == []
 
 
-# -- what each rank holds afterwards ----------------------------------------------------------------------
+# -- floats -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.on_every_link
@@ -347,7 +347,7 @@ def test_reproducible_bits_do_not_depend_on_algorithm_segment_or_count(size: int
         me = comm.rank
         for (name, op), want in wanted.items():
             xs = [x[0] for x in everyone[name]]
-            for count in (17, 131):  # a longer array holds the bits of a shorter one
+            for count in (17, 131):  # a longer array has the same bits at the front as a shorter one
                 for how in _ordered("all_reduce"):
                     got = comm.all_reduce(xs[me][:count].copy(), op, algorithm=how)
                     notes.expect(got, want[0, :count], "all_reduce", how, name, op, count)
@@ -386,7 +386,7 @@ def test_reproducible_mode_refuses_an_algorithm_of_another_order() -> None:
 
 
 def _compose(left: Array, right: Array) -> Array:
-    """Affine maps a*x + b as complex numbers a + bi, left applied first: associative, not commutative."""
+    """Compose affine maps a*x + b, written a + bi, left one first: associative, not commutative."""
     result: Array = left.real * right.real + 1j * (right.real * left.imag + right.imag)
     return result.astype(left.dtype)
 
@@ -438,7 +438,7 @@ def test_an_op_that_does_not_commute_is_refused_by_a_ring() -> None:
     assert run_ranks(program, 2).values() == [4 + 4j, 4 + 4j]
 
 
-# Not on_every_link: what the op saw is noted in a list.
+# Not on_every_link: the op appends its operands to a list of the test.
 def test_an_own_op_sees_bfloat16_as_float32_and_an_exscan_needs_its_identity() -> None:
     seen: set[str] = set()
 
@@ -456,7 +456,7 @@ def test_an_own_op_sees_bfloat16_as_float32_and_an_exscan_needs_its_identity() -
     assert seen == {"float32"}
 
 
-# -- ops and types that have no meaning together ----------------------------------------------------------
+# -- ops that a type does not have ------------------------------------------------------------------------
 
 
 @pytest.mark.on_every_link
@@ -602,10 +602,10 @@ def test_an_out_that_does_not_fit_is_refused_before_anything_is_sent() -> None:
     assert run_ranks(program, 2).values() == [3, 3]
 
 
-# -- a barrier is one -------------------------------------------------------------------------------------
+# -- barriers ---------------------------------------------------------------------------------------------
 
 
-# Not on_every_link: all look at one list.
+# Not on_every_link: all ranks share a list.
 @pytest.mark.parametrize("algorithm", algorithms("barrier"))
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
 def test_no_rank_leaves_a_barrier_before_all_have_entered(size: int, algorithm: str) -> None:
@@ -622,12 +622,12 @@ def test_no_rank_leaves_a_barrier_before_all_have_entered(size: int, algorithm: 
     assert run_ranks(program, size).values() == [[size] * len(entered)] * size
 
 
-# -- the cases of others, by their own numbers ------------------------------------------------------------
+# -- published cases of other projects --------------------------------------------------------------------
 
 
 @pytest.mark.on_every_link
 def test_the_published_cases_of_others_come_out_as_published() -> None:
-    """Closed forms over ranks, as ferrotorch (CO, GR, CF) and nexar (allreduce, exchange, scan) have them."""
+    """Closed forms over ranks from ferrotorch (CO, GR, CF) and nexar (allreduce, exchange, scan)."""
     f32 = np.float32
 
     def sums(comm: uni.Communicator) -> Notes:

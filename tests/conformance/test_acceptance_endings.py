@@ -1,4 +1,4 @@
-"""A peer that dies, leaves, aborts, stays away or calls something else: every rank gets the error."""
+"""A peer dies, leaves, aborts, stays away or makes a different call: every rank gets the error."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_peer_that_dies_while_the_others_wait_for_it_is_named_to_everyone(verb
         args = next(args for name, args, _ in cases(comm.rank, 4) if name == verb)
         works.append(getattr(comm.start, verb)(*args))
     waiting = [work for work in works if not work.done()]
-    # A root that only receives or only sends may be done already; a rank that needs rank 3 is not.
+    # A root that only receives or only sends may be done already; a rank that needs rank 3 cannot be.
     assert waiting
     kill(world[3])
     for work in waiting:
@@ -71,7 +71,7 @@ def test_a_peer_that_dies_while_the_others_wait_for_it_is_named_to_everyone(verb
         assert isinstance(error, uni.PeerLost)
         assert error.ranks == (3,)
         assert error.operation == verb
-    for comm in world[:3]:  # and nobody begins anything new with the dead
+    for comm in world[:3]:  # and no rank begins a new operation with the dead rank
         assert isinstance(ended_by(lambda comm=comm: comm.barrier()), uni.PeerLost)
     close_all(world)
 
@@ -85,7 +85,7 @@ def test_all_dead_ranks_are_named_and_the_living_may_still_talk() -> None:
     error = ended_by(lambda: world[2].barrier())
     assert isinstance(error, uni.PeerLost)
     assert error.ranks == (1, 3)
-    # Called when it was known already, it is still said what was called.
+    # The error names the call even if the death was known before.
     assert (error.operation, error.communicator, error.epoch) == ("barrier", "world", 0)
     world[0].send(np.array([4.5]), 2)
     buf = np.zeros(1)
@@ -288,7 +288,7 @@ def test_an_exception_that_leaves_the_block_ends_the_others_operations() -> None
 
 @pytest.mark.on_every_link
 def test_the_root_cause_is_passed_on_as_itself() -> None:
-    """Rank 0 fails, then rank 1 because of it; the error of rank 2, which waits for rank 1, names rank 0."""
+    """Rank 0 fails, and rank 1 as a consequence; rank 2 waits for rank 1, but its error names rank 0."""
 
     def program(comm: uni.Communicator) -> Any:
         if comm.rank == 0:
@@ -343,9 +343,10 @@ def test_an_own_op_that_raises_ends_the_collective_everywhere_with_its_reason() 
     "verb", [verb for verb in COLLECTIVES if verb not in ("scan", "exscan", "scatter_v")]
 )
 def test_a_collective_that_times_out_names_the_missing_ranks(verb: str) -> None:
-    """scan, exscan and scatter_v need nothing from the last rank: those may well end without it.
+    """scan, exscan and scatter_v need nothing from the last rank, so they may end without it.
 
-    On a busy machine another rank may be late, too, and is named rightly: then with more time.
+    On a busy machine another rank may be late, too, and is correctly named; then repeat with a longer
+    timeout.
     """
     for timeout in (0.6, 5.0):
         late = ended_late(verb, timeout)
@@ -366,7 +367,7 @@ def ended_late(verb: str, timeout: float) -> list[uni.DeadlineExceeded]:
         if comm.rank == 3:
             gone.wait(60)
             return None
-        comm.sub([0, 1, 2]).barrier()  # no thread of these starts late
+        comm.sub([0, 1, 2]).barrier()  # all threads have started
         args = next(args for name, args, _ in cases(comm.rank, 4) if name == verb)
         try:
             return getattr(comm, verb)(*args, timeout=timeout)
@@ -385,10 +386,10 @@ def ended_late(verb: str, timeout: float) -> list[uni.DeadlineExceeded]:
     return [error for error in ended if isinstance(error, uni.DeadlineExceeded)]
 
 
-# Not on_every_link: only there everybody can be watched.
+# Not on_every_link: only ranks of one process can all be observed.
 def test_ranks_that_all_wait_for_each_other_get_a_deadlock_error() -> None:
     def program(comm: uni.Communicator) -> Any:
-        comm.barrier()  # before it, a rank whose thread has not begun waits for nobody
+        comm.barrier()  # without it, a rank whose thread has not begun would not count as waiting
         return comm.recv(np.zeros(1), (comm.rank + 1) % comm.size)
 
     ended = run_ranks(program, 3, config=uni.Config(deadlock_after_s=0.5))
@@ -472,7 +473,7 @@ def test_all_ranks_are_shown_both_calls_of_a_mismatch(what: str, odd: int) -> No
 
     def program(comm: uni.Communicator) -> None:
         (other if comm.rank == odd else usual)(comm)
-        comm.barrier()  # an empty call needs nobody and ends; the next one must not
+        comm.barrier()  # an empty call needs no other rank and ends; the next one must not
 
     def outcomes() -> list[Any]:
         ended = run_ranks(program, 3, config=QUICK)
@@ -507,7 +508,7 @@ def test_started_calls_in_another_order_are_a_mismatch_too() -> None:
     def program(comm: uni.Communicator) -> Any:
         xs = [np.ones(5), np.ones(7)]
         works = []
-        # The second start may raise the mismatch of the first work, which is kept until it has ended.
+        # The second start may raise the mismatch of the first work, so the first work is kept until it ends.
         for x in reversed(xs) if comm.rank == 1 else xs:
             works.append(comm.start.all_reduce(x))  # noqa: PERF401
         return uni.wait_all(works)

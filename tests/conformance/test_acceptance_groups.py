@@ -1,4 +1,4 @@
-"""Groups: split and sub, as deep as one likes, each a full communicator that no other can disturb."""
+"""Groups by split and sub, nested to any depth: each is a full communicator, independent of the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHORT = uni.Config(segment_bytes=64)
 
 
 def everything_works(comm: uni.Communicator, label: object) -> Notes:
-    """Every collective, a ring of messages and an object on a communicator: it is a full one."""
+    """Check that a communicator runs every collective, a ring of messages and an object."""
     notes = Notes()
     size, me = comm.size, comm.rank
     for verb, args, want in cases(me, size):
@@ -100,13 +100,13 @@ def test_groups_within_groups_within_groups_are_full_communicators() -> None:
         assert quarter is not None
         single = quarter.split(quarter.rank)
         assert single is not None
-        # World ranks, from the inside out: what the arithmetic must give.
+        # The world ranks, computed from the inside out.
         halves = [r for r in reversed(range(8)) if r % 2 == me % 2]
         quarters = halves[half.rank // 2 * 2 :][:2]
         notes.check(half.all_gather(me).tolist() == halves, "half")
         notes.check(quarter.all_gather(me).tolist() == quarters, "quarter")
         notes.check(single.all_gather(me).tolist() == [me], "single")
-        # Interleaved: each of them again after the other.
+        # Interleaved: calls on all of them in turn.
         for turn in range(2):
             for name, group in (("half", half), ("world", comm), ("quarter", quarter), ("single", single)):
                 notes.extend(everything_works(group, f"{name} turn {turn}"))
@@ -194,7 +194,7 @@ def test_messages_of_a_sub_go_through_the_parent_and_arrive_under_its_own_ranks(
 
 # Not on_every_link: all look at one list.
 def test_a_barrier_of_a_sub_needs_its_members_only() -> None:
-    """Ferrotorch BK10: {0, 2, 4} of 6; the others do nothing at all."""
+    """Ferrotorch BK10: {0, 2, 4} of 6; the other ranks make no call."""
     entered: list[int] = []
 
     def program(comm: uni.Communicator) -> Any:
@@ -258,7 +258,7 @@ def test_messages_with_the_same_tag_on_two_communicators_never_meet() -> None:
             return group.send(np.array([2]), 1, 5)
         buf = np.zeros(1, np.int64)
         seen = []
-        for where in (group, comm):  # the other order than they were sent in
+        for where in (group, comm):  # in the reverse order of sending
             where.recv(buf, uni.ANY, uni.ANY)
             seen.append(int(buf[0]))
         return seen

@@ -1,4 +1,4 @@
-"""Every kind of memory a user may hold: NumPy, torch, raw bits, the buffer protocol, DLPack, numbers."""
+"""Arrays of every family: NumPy, torch, raw bits, the buffer protocol, DLPack, numbers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def is_of(kind: str, x: Any) -> bool:
     return isinstance(x, {"torch": torch.Tensor, "typed": uni.Typed, "numpy": np.ndarray}[kind])
 
 
-# -- the same kind comes back -----------------------------------------------------------------------------
+# -- results have the family of the arguments -------------------------------------------------------------
 
 
 @pytest.mark.on_every_link
@@ -200,7 +200,7 @@ def test_anything_with_a_writable_buffer_is_filled_in_place() -> None:
 def test_what_is_only_read_may_be_read_only() -> None:
     def program(comm: uni.Communicator) -> Any:
         heard = []
-        for count in (3, 200_000):  # at first, from then on the short way, and a long one
+        for count in (3, 200_000):  # the first call, a call by the fast path, and a long one
             for _ in range(3):
                 x = np.arange(count) + comm.rank
                 x.flags.writeable = comm.rank != 1
@@ -226,7 +226,7 @@ def test_many_arrays_come_back_as_the_list_that_was_given() -> None:
 
 
 class Capsule:
-    """Something that speaks DLPack and nothing else."""
+    """An array with DLPack as its only interface."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

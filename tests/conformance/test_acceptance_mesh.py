@@ -110,7 +110,7 @@ def test_every_axis_has_a_full_communicator(shape: tuple[int, ...]) -> None:
             notes.check(group.rank == mesh.coords[axis], name, "rank", group.rank)
             notes.check(group.all_gather(comm.rank).tolist() == members, name, "members")
             notes.extend(everything_works(group, name))
-        # All axes at once, waited for from the last: crossing pairs of ranks, equal sizes.
+        # All axes at once, waited for in reverse: pairs of ranks cross, and sizes are equal.
         works = [
             mesh[name].start.all_reduce(operand("int64", "sum", 97, comm.rank, grid.size, name).copy())
             for name in names

@@ -12,7 +12,7 @@ from tests.support.ranks import run_each, run_ranks
 import unisono as uni
 from unisono.core.envelope import TAG_MAX
 
-# Everything eager, nothing eager, and both sides of the default: the ways a message can travel.
+# Everything eager, nothing eager, and both sides of the default limit.
 CONFIGS = [{}, {"eager_bytes": 0}, {"eager_bytes": 64, "eager_credit_bytes": 256}]
 every_way = pytest.mark.parametrize("settings", CONFIGS, ids=["default", "rendezvous", "tight"])
 
@@ -311,7 +311,7 @@ def test_recv_bytes_takes_whatever_length_comes(settings: dict[str, int]) -> Non
 def test_a_probe_shows_a_message_and_leaves_it() -> None:
     def program(comm: uni.Communicator) -> Any:
         if comm.rank == 0:
-            comm.recv(np.zeros(0), 1, 1)  # the other has probed in vain
+            comm.recv(np.zeros(0), 1, 1)  # the other rank has probed without success
             comm.send(np.arange(7, dtype=np.int16), 1, 42)
             return comm.barrier()
         nothing = comm.probe(0, timeout=0)
@@ -331,7 +331,7 @@ def test_a_probe_shows_a_message_and_leaves_it() -> None:
 
 @pytest.mark.on_every_link
 def test_disjoint_regions_travel_as_one_message_and_are_laid_out_again() -> None:
-    """Nexar's iov: at our API the regions are views on one buffer, or started sends that keep their order."""
+    """Nexar's iov: here the regions are views on one buffer, or started sends, which keep their order."""
     regions = [b"\1\2\3\4", b"\5\6", b"\7\x08\x09"], [bytes(range(16))], [b"a", bytes(1024), b"ZYXWVUTS"]
 
     def program(comm: uni.Communicator) -> Any:
@@ -484,7 +484,7 @@ def test_memory_that_cannot_be_received_into_is_refused() -> None:
 def test_a_receive_that_times_out_is_withdrawn_and_the_late_message_is_still_there() -> None:
     def program(comm: uni.Communicator) -> Any:
         if comm.rank == 0:
-            comm.recv(np.zeros(0), 1)  # the other has aborted
+            comm.recv(np.zeros(0), 1)  # the other rank has aborted
             comm.send(np.array([1.25, 2.5]), 1, 8)
             return comm.send(np.array([3.75]), 1, 8)
         first = np.full(2, -1.0)
@@ -509,7 +509,7 @@ def test_a_send_that_times_out_is_withdrawn_and_nobody_receives_it() -> None:
             comm.send(np.zeros(0), 1, 3)
             comm.send(np.full(100_000, 2.0), 1, 2)
             return caught.value.waiting_on, caught.value.operation
-        comm.recv(np.zeros(0), 0, 3)  # the other has aborted
+        comm.recv(np.zeros(0), 0, 3)  # the other rank has aborted
         buf = np.zeros(100_000)
         comm.recv(buf, 0, 2)
         return set(buf.tolist())
@@ -533,7 +533,7 @@ def test_no_timeout_is_rounded_to_nothing_or_for_ever(timeout: float) -> None:
             assert f"within {timeout:.3g} s" in str(caught.value)
         return caught.value.waiting_on
 
-    world = uni.local(2)  # rank 1 is there and does nothing
+    world = uni.local(2)  # rank 1 is alive and makes no call
     assert run_each(program, world[:1]).values() == [(1,)]
     for comm in world:
         comm.close()

@@ -1,4 +1,4 @@
-"""Mistakes that others made, one test each: wrong results, mixed-up messages and hangs.
+"""Known faults of other libraries, one test each: wrong results, mixed-up messages and hangs.
 
 F and N name the entries of ferrotorch's and nexar's lists of weaknesses (docs/acceptance.md maps them).
 """
@@ -33,7 +33,7 @@ SHORT = uni.Config(segment_bytes=64)
 
 
 def sleep(comm: uni.Communicator, seconds: float) -> None:
-    """Virtual seconds: only in a simulation."""
+    """Sleep for virtual seconds; only in a simulation."""
     comm.backend.runtime.sleep(seconds)
 
 
@@ -74,7 +74,7 @@ def test_the_size_of_a_resnet_loses_no_element_on_four_ranks() -> None:
 @pytest.mark.on_every_link
 @pytest.mark.parametrize("delta", [-1, 0, 1])
 def test_pipelines_lose_nothing_around_their_own_segments(delta: int) -> None:
-    """N1: both sides of the 16 Ki elements at which pipelines begin to cut, and of 64 such pieces."""
+    """N1: on both sides of the 16 Ki elements from which pipelines cut segments, and of 64 segments."""
 
     def program(comm: uni.Communicator) -> Notes:
         notes = Notes()
@@ -115,7 +115,8 @@ def test_reduce_scatter_gives_rank_i_chunk_i(size: int, algorithm: str) -> None:
 def test_halves_are_added_in_float32_and_rounded_to_even_in_body_and_tail_alike(name: str) -> None:
     """N6, F18: SIMD truncated where scalars rounded; sums were kept in bfloat16."""
     kind = dtype_of(name)
-    # 1 + half a unit ties to even, 1 + 3/2 units to the next even one, and a bit more rounds up.
+    # 1 + 1/2 unit in the last place is a tie and rounds to even, 1 + 3/2 units to the next even, slightly
+    # more rounds up.
     unit = 2.0 ** (-10 if name == "float16" else -7)
     left = [1.0, 1.0 + unit, 1.0, 1.0 + unit, -1.0, 3.0]
     right = [unit / 2, unit / 2, unit * 0.75, unit / 4, -unit / 2, unit * 3]
@@ -208,7 +209,7 @@ def test_a_mean_of_halves_does_not_overflow_on_the_way(name: str) -> None:
         notes.expect(comm.all_reduce_many(many, "mean"), [x, rows], "all_reduce_many")
         return notes
 
-    # Not bfloat16 with three: thrice its largest number overflows float32 too.
+    # Not bfloat16 with three ranks: three times its largest number overflows float32, too.
     size = 3 if name == "float16" else 2
     if name == "bfloat16":
         largest /= 2
@@ -249,7 +250,7 @@ def test_a_single_contribution_comes_back_unchanged_to_the_bit() -> None:
     assert run_ranks(program, 1).values() == [[]]
 
 
-# -- messages that met the wrong receive ------------------------------------------------------------------
+# -- messages that matched the wrong receive --------------------------------------------------------------
 
 
 @pytest.mark.on_every_link
@@ -283,7 +284,7 @@ def test_a_stream_is_in_step_after_hundreds_of_receives_that_gave_up() -> None:
 
 
 def test_a_late_contribution_is_never_added_to_the_next_round() -> None:
-    """F3: a retried all_reduce added last round's tensor. Here the communicator is done for."""
+    """F3: a retried all_reduce added the previous round's tensor. Here the communicator stays unusable."""
 
     def program(comm: uni.Communicator) -> Any:
         group = comm.sub(range(3))
@@ -332,7 +333,7 @@ def test_one_full_tag_holds_up_no_other() -> None:
             comm.send(np.array([42]), 1, 2)
             total = comm.all_reduce(np.array([1]))
             uni.wait_all(flood)
-            return waiting > 0, int(total[0])  # bounded: not all of them were taken
+            return waiting > 0, int(total[0])  # bounded: not all messages were accepted
         quick = np.zeros(1, np.int64)
         comm.recv(quick, 0, 2)
         total = comm.all_reduce(np.array([2]))
@@ -359,7 +360,7 @@ def test_a_thread_that_waits_for_a_peer_does_not_keep_another_from_sending_to_it
                 buf = np.zeros(1, np.int64)
                 comm.recv(
                     buf, other, 100 + tag
-                )  # waits first, and is served only after the other thread sends
+                )  # waits first, and gets its message only after the other thread sends
                 answers.append(int(buf[0]))
 
             threads = [threading.Thread(target=ask, args=(tag,)) for tag in range(4)]
@@ -424,13 +425,13 @@ def test_nothing_is_left_of_operations_that_ended() -> None:
 
 
 def test_a_control_message_about_an_operation_is_no_data() -> None:
-    """N8: a barrier failed on any control message it did not expect. Here every operation asks."""
+    """N8: a barrier failed on any unexpected control message. Here every operation sends a stall query."""
 
     def program(comm: uni.Communicator) -> Notes:
         notes = Notes()
         for k in range(30):
             if comm.rank == k % 3:
-                sleep(comm, 0.4)  # late enough that the others ask what is going on
+                sleep(comm, 0.4)  # late enough that the others send stall queries
             comm.barrier()
             got = comm.all_reduce(operand("int64", "sum", 40, comm.rank, 3, k).copy())
             notes.expect(got, result("int64", "sum", 40, 3, k), k)
@@ -461,7 +462,7 @@ def test_a_child_that_failed_leaves_nothing_behind_for_its_parent() -> None:
     ("verb", "algorithm"), [("all_reduce", "ring"), ("all_gather", "ring"), ("scan", "ordered")]
 )
 def test_a_deadline_is_for_the_whole_operation_not_for_each_step(verb: str, algorithm: str) -> None:
-    """F4, N24: a timeout per step, or per byte that trickles in, never ends. Here a step takes a second."""
+    """F4, N24: a timeout per step, or per received byte, may never end. Here a step takes a second."""
     slow = simulation.Network(latency_s=1.0)
 
     def program(comm: uni.Communicator, timeout: float | None) -> Any:
@@ -472,18 +473,18 @@ def test_a_deadline_is_for_the_whole_operation_not_for_each_step(verb: str, algo
             word = "late"
         return word, comm.backend.runtime.now()
 
-    # Eight ranks in a row need at least seven steps, each far shorter than the timeout.
+    # A chain of eight ranks needs at least seven steps, each far shorter than the timeout.
     unlimited = uni.simulate(program, 8, None, network=slow)
     assert max(time_s for _, time_s in unlimited.results) >= 7
     limited = uni.simulate(program, 8, 2.5, network=slow)
     late = [time_s for word, time_s in limited.results if word == "late"]
     assert late
-    # A receive that has matched ends when the bytes that are under way to it have come.
+    # A receive that has matched ends once the bytes that are already sent to it have arrived.
     assert max(late) <= 2.5 + 1.1
 
 
 def test_a_call_of_nothing_made_late_is_still_compared() -> None:
-    """F19: an early return for an empty array is a local decision. The others had asked before it."""
+    """F19: an early return for an empty array is a local decision. Here the others called and queried."""
 
     def program(comm: uni.Communicator) -> None:
         if comm.rank == 2:
@@ -497,7 +498,7 @@ def test_a_call_of_nothing_made_late_is_still_compared() -> None:
 
 
 def test_a_rank_that_came_late_is_not_blamed_for_one_that_never_came() -> None:
-    """Rank 1 comes after the others have asked for it; rank 3 not at all."""
+    """Rank 1 makes its call after the others have queried it; rank 3 never makes it."""
 
     def program(comm: uni.Communicator) -> Any:
         if comm.rank == 3:
@@ -514,7 +515,7 @@ def test_a_rank_that_came_late_is_not_blamed_for_one_that_never_came() -> None:
 
 @pytest.mark.parametrize("verb", ["all_reduce", "barrier", "broadcast", "all_to_all_v"])
 def test_the_death_of_any_rank_at_any_step_ends_every_survivor(verb: str) -> None:
-    """F14, F15, N24: when one rank failed, the others waited out a minute, or for ever."""
+    """F14, F15, N24: when one rank failed, the others waited a whole minute, or for ever."""
     calls = {
         "all_reduce": lambda comm: comm.all_reduce(np.ones(100)),
         "barrier": lambda comm: comm.barrier(),
@@ -538,13 +539,13 @@ def test_the_death_of_any_rank_at_any_step_ends_every_survivor(verb: str) -> Non
                 assert error.ranks == (victim,)
 
 
-# -- nothing empty is special -----------------------------------------------------------------------------
+# -- empty arrays -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.on_every_link
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_empty_arrays_go_through_every_verb(size: int) -> None:
-    """F22: a receive of no element waited for one."""
+    """F22: a receive of zero elements waited for one."""
 
     def program(comm: uni.Communicator) -> Notes:
         notes = Notes()
@@ -582,7 +583,7 @@ def test_empty_arrays_go_through_every_verb(size: int) -> None:
 
 
 def test_ranks_that_never_meet_rank_0_need_nothing_of_it() -> None:
-    """F7: on a star, everything that did not go through rank 0 failed. Here rank 0 is dead."""
+    """F7: in a star topology every message that did not go through rank 0 failed. Here rank 0 is dead."""
     world = reference_local(4)
     backend: Any = world[0].backend
     groups = run_each(lambda comm: comm.sub([1, 2, 3]), world[1:]).values()
@@ -609,7 +610,7 @@ def test_ranks_that_never_meet_rank_0_need_nothing_of_it() -> None:
 
 
 def test_errors_differ_by_their_type() -> None:
-    """F12: all errors became one with a text, and a timeout was found by its words."""
+    """F12: all errors had one type, and a timeout was recognised by its text."""
     assert issubclass(uni.UsageError, ValueError)
     assert issubclass(uni.DeadlineExceeded, TimeoutError)
     kinds = [

@@ -20,12 +20,12 @@ import unisono as uni
 
 SHORT = uni.Config(segment_bytes=64)
 
-# Every verb with its arguments and what it must give: `verbs(comm)` -> name, arguments, expectation.
+# Every verb with its arguments and the expected result: `verbs(comm)` -> name, arguments, expectation.
 Case = tuple[str, tuple[Any, ...], Any]
 
 
 def cases(rank: int, size: int, turn: int = 0) -> list[Case]:
-    """One call of every collective; other turns have other data of the same shape."""
+    """One call of every collective; each turn has different data of the same shape."""
 
     def xs(shape: Any, op: str = "sum") -> list[Any]:
         return operands("int32", op, shape, size, turn)
@@ -219,7 +219,7 @@ def test_done_tells_without_waiting() -> None:
     def program(comm: uni.Communicator) -> Any:
         if comm.rank == 0:
             work = comm.start.barrier()
-            before = work.done()  # the others have not come yet
+            before = work.done()  # the others have not made the call yet
             for other in range(1, comm.size):
                 comm.send(np.zeros(0), other)
             work.wait()
@@ -402,7 +402,7 @@ def test_a_cancelled_receive_leaves_its_message_to_the_next() -> None:
         later.wait()
         with pytest.raises(uni.UnisonoError, match="cancelled recv"):
             work.wait()
-        comm.barrier()  # the communicator is as good as before
+        comm.barrier()  # the communicator still works
         return was_cancelled, work.done(), mine.tolist(), other.tolist(), later.cancel()
 
     assert run_ranks(program, 2).values()[1] == (True, True, [0], [5], False)
@@ -433,11 +433,11 @@ def test_a_cancelled_send_is_never_received() -> None:
 @pytest.mark.on_every_link
 @pytest.mark.parametrize("verb", ["all_reduce", "barrier", "all_gather_v", "split"])
 def test_a_cancelled_collective_ends_on_every_rank_and_its_communicator_is_unusable(verb: str) -> None:
-    """A rank that has all it needs may end the cancelled collective well, before the cancellation reaches it.
+    """A rank with all it needs may complete the cancelled collective before the cancellation arrives.
 
-    Collectives and control messages travel in lanes of their own, between processes and inside one. What
-    rank 0 sent before it cancelled is enough for the others' barrier, if rank 1 comes before the control
-    message. Then their next call fails.
+    Collectives and control messages use different lanes, between processes and inside one. The messages that
+    rank 0 sent before it cancelled suffice for the barrier of the others, if rank 1 makes its call before the
+    control message arrives. Then their next call fails.
     """
 
     def start(comm: uni.Communicator) -> uni.Work[Any]:
@@ -449,7 +449,7 @@ def test_a_cancelled_collective_ends_on_every_rank_and_its_communicator_is_unusa
 
     def program(comm: uni.Communicator) -> Any:
         group = comm.sub(range(comm.size))
-        # Rank 2 is in the collective when rank 0 cancels it; rank 1 comes later.
+        # Rank 2 is in the collective when rank 0 cancels it; rank 1 makes its call later.
         if comm.rank == 1:
             comm.recv(np.zeros(0), 0)
         work = start(group) if comm.rank != 1 else None
@@ -475,7 +475,7 @@ def test_a_cancelled_collective_ends_on_every_rank_and_its_communicator_is_unusa
             buf = np.zeros(1)
             group.sendrecv(np.array([comm.rank + 0.5]), 1 - comm.rank, buf, 1 - comm.rank)
             assert buf[0] == 1.5 - comm.rank
-        return comm.all_reduce(comm.rank)  # and other communicators are as good as before
+        return comm.all_reduce(comm.rank)  # and other communicators still work
 
     assert run_ranks(program, 3).values() == [3, 3, 3]
 
@@ -509,7 +509,7 @@ def test_a_dropped_unfinished_work_warns_and_names_itself() -> None:
     end = time.monotonic() + PATIENCE_S
     while buf[0] != 2.5 and time.monotonic() < end:
         time.sleep(0.001)
-    assert buf[0] == 2.5  # it went on by itself: the memory is its until the end
+    assert buf[0] == 2.5  # the operation went on: it owns the memory until its end
     for comm in world:
         comm.close()
 
@@ -524,7 +524,7 @@ def test_a_dropped_finished_work_says_nothing(recwarn: pytest.WarningsRecorder) 
     assert [str(w.message) for w in recwarn] == []
 
 
-# -- which thread carries a work on -----------------------------------------------------------------------
+# -- progress without a wait ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("verb", ["all_reduce", "all_gather_v", "broadcast_object"])
@@ -539,7 +539,7 @@ def test_a_started_collective_of_a_rank_that_never_waits_ends_by_itself(verb: st
 
     def one(comm: uni.Communicator) -> Any:
         got = getattr(comm, verb)(*args[verb](comm.rank))
-        comm.send(np.zeros(0), 0)  # what rank 0 needed from here has been sent before
+        comm.send(np.zeros(0), 0)  # this rank has already sent what rank 0 needs
         return got
 
     others = run_each(one, world[1:]).values()

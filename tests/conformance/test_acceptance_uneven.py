@@ -1,4 +1,4 @@
-"""Uneven collectives, fused ones and objects: lengths that only their owner knows."""
+"""Uneven collectives, fused ones, and objects, whose lengths only their owner knows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unisono.plans import CATALOG, algorithms
 SHORT = uni.Config(segment_bytes=64)
 every_size = pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
 
-# How long each rank's part is: nothing anywhere, nothing somewhere, one giant, growing, just over a segment.
+# Lengths of the ranks' parts: all empty, some empty, one very long, growing, just over a segment.
 LENGTHS = {
     "empty": lambda rank: 0,
     "ones": lambda rank: 1,
@@ -196,7 +196,7 @@ def test_lists_that_do_not_fit_the_ranks_are_refused_before_anything_is_sent() -
 def test_different_kinds_of_arrays_are_an_error_on_all_ranks(verb: str, other: Array) -> None:
     def program(comm: uni.Communicator) -> Any:
         getattr(comm, verb)(other if comm.rank == 2 else np.ones(3))
-        comm.barrier()  # rank 1 has sent its part to the root of a gather_v, and gets the error here
+        comm.barrier()  # in a gather_v rank 1 has only sent its part to root, and gets the error here
 
     ended = run_ranks(program, 3)
     assert [type(error) for error in ended] == [uni.CollectiveMismatch] * 3
@@ -302,7 +302,7 @@ def test_objects_travel_by_every_verb_and_keep_their_types(size: int) -> None:
 
 
 def in_turn(a: Any, b: Any) -> Any:
-    """Neither commutative nor associative."""
+    """A function that is neither commutative nor associative."""
     return (a, b)
 
 
@@ -338,7 +338,7 @@ def test_a_fold_may_change_its_first_object_and_every_rank_gets_its_own() -> Non
 
         mine = {"seen": [comm.rank], "x": np.full(3000, 1.0 + comm.rank)}
         got = comm.all_reduce_object(mine, merged)
-        assert (mine["seen"], mine["x"][0]) == ([comm.rank], 1.0 + comm.rank)  # as they were
+        assert (mine["seen"], mine["x"][0]) == ([comm.rank], 1.0 + comm.rank)  # unchanged
         got["seen"].append(-comm.rank)
         got["x"] += comm.rank
         comm.barrier()
@@ -362,7 +362,7 @@ def test_an_error_in_a_fold_is_one_of_its_rank_alone(length: int) -> None:
                 ends.append(len(call([comm.rank] * length, picky)))
             except ZeroDivisionError as error:
                 ends.append(str(error))
-        return ends, comm.all_reduce(comm.rank)  # and the communicator goes on
+        return ends, comm.all_reduce(comm.rank)  # and the communicator still works
 
     whole, failed = [3 * length] * 2, ["not on this rank"] * 2
     assert run_ranks(program, 3).values() == [(whole, 3), (failed, 3), (whole, 3)]
@@ -373,7 +373,7 @@ def test_arrays_in_received_objects_are_ones_own() -> None:
     def program(comm: uni.Communicator) -> Any:
         weights = np.arange(4.0) if comm.rank == 0 else None
         got = comm.broadcast_object({"w": weights})
-        got["w"] += comm.rank  # writable, and nobody else sees it
+        got["w"] += comm.rank  # writable, and not shared
         comm.barrier()
         return got["w"].tolist()
 

@@ -1,4 +1,4 @@
-"""The conformance kit: our backends pass it, a user's does, and one that breaks a promise is caught."""
+"""The conformance kit: our backends and a user's pass it, and a backend that breaks a promise is caught."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NAMES = [case.name for case in CASES]
 
 
 class OwnedView(SubBackend):
-    """A view that closes what it stands on: its ranks leave as those of a real backend do."""
+    """A view that also closes its parent, so that its ranks leave like those of a real backend."""
 
     def close(self) -> None:
         self.parent.close()
@@ -49,7 +49,7 @@ def local(size: int) -> list[LocalBackend]:
 
 
 def tight(size: int) -> list[LocalBackend]:
-    """Next to nothing is eager, and the segments are short."""
+    """Almost no message is eager, and segments are short."""
     return LocalBackend.create(size, Config(eager_bytes=48, eager_credit_bytes=256, segment_bytes=512))
 
 
@@ -64,7 +64,7 @@ def view(size: int) -> list[SubBackend]:
 
 
 def view_on_a_view(size: int) -> list[SubBackend]:
-    """Some ranks of a view, in another order."""
+    """A view on some ranks of another view, in another order."""
     world = LocalBackend.create(2 * size + 3)
     outer, inner = range(1, 2 * size + 2, 2), range(size, 0, -1)
     views = [OwnedView(world[member], outer) for member in outer]
@@ -72,16 +72,16 @@ def view_on_a_view(size: int) -> list[SubBackend]:
 
 
 def hybrid_by_peer(size: int) -> list[HybridBackend]:
-    """Ranks of one parity exchange messages by one hub, the others by another."""
+    """Ranks of equal parity exchange messages through one part, ranks of different parity through another."""
     parts = list(zip(LocalBackend.create(size), LocalBackend.create(size), strict=True))
     return [HybridBackend(pair, lambda peer, r=r: (peer + r) % 2) for r, pair in enumerate(parts)]
 
 
-# -- an outsider's backend --------------------------------------------------------------------------------
+# -- a user's backend -------------------------------------------------------------------------------------
 
 
 class QueueBackend(ProtocolBackend):
-    """A user's own backend: a queue and a deliverer thread per rank, and the protocol that unisono offers."""
+    """A user's own backend: a queue and a thread that delivers per rank, on unisono's protocol classes."""
 
     @classmethod
     def create(cls, size: int) -> list[QueueBackend]:
@@ -142,7 +142,7 @@ def test_a_backend_keeps_its_contract(factory: Callable[[int], Sequence[Backend]
 
 
 class Mutant(Backend):
-    """A sound backend with one fault, which a subclass adds. `caught_by` names the cases that may see it."""
+    """A correct backend to which a subclass adds one fault. `caught_by` names the cases that may catch it."""
 
     caught_by: ClassVar[tuple[str, ...]]
 
@@ -192,7 +192,7 @@ class Mutant(Backend):
 
 
 def follow(inner: Request, end: Callable[[Request], None]) -> Request:
-    """A request of our own that stands before another; `end` decides how it ends."""
+    """A request in front of an inner one; `end` decides how the outer request ends."""
     outer = Request(inner.peer, lambda _: inner.cancel())
     inner.notify(lambda: end(outer))
     return outer
@@ -206,7 +206,7 @@ def pass_on(inner: Request, outer: Request) -> None:
 
 
 class Overtakes(Mutant):
-    """The third of every three messages with a tag goes before the second."""
+    """Of every three messages with one tag the third is sent before the second."""
 
     caught_by = ("messages_keep_their_order", "any_source_takes_from_all")
 
@@ -240,7 +240,7 @@ class DropsTheTail(Mutant):
 
 
 class FlipsABit(Mutant):
-    """The last bit of a long message comes out wrong."""
+    """The last bit of a long message is flipped."""
 
     caught_by = ("bytes_arrive_as_they_were_sent",)
 
@@ -266,7 +266,7 @@ class WritesTooFar(Mutant):
 
 
 class SwallowsTheRefused(Mutant):
-    """A message that is too long for its buffer is gone afterwards."""
+    """A message that is too long for its buffer is lost."""
 
     caught_by = ("too_long_is_refused_and_stays",)
 
@@ -280,7 +280,7 @@ class SwallowsTheRefused(Mutant):
 
 
 class MeetsEverything(Mutant):
-    """Tags have 31 bits, so that ANY meets collectives and control."""
+    """Tags have 31 bits, so ANY also matches collectives and control messages."""
 
     caught_by = ("any_tag_meets_users_only", "contexts_and_tags_never_meet")
 
@@ -306,7 +306,7 @@ class ForgetsHalfTheContext(Mutant):
 
 
 class NeverHoldsBack(Mutant):
-    """Every send ends at once, and what nobody receives piles up."""
+    """Every send ends at once, and unreceived messages pile up."""
 
     caught_by = ("receives_may_come_late", "sends_can_be_withdrawn")
 
@@ -318,7 +318,7 @@ class NeverHoldsBack(Mutant):
 
 
 class FloodsItsPeers(Mutant):
-    """Short messages have no limit, only long ones wait."""
+    """Short messages have no limit; only long ones wait for credit."""
 
     caught_by = ("unmatched_payload_is_bounded",)
 
@@ -333,7 +333,7 @@ class FloodsItsPeers(Mutant):
 
 
 class KeepsTheCredit(Mutant):
-    """Credit is given once and never comes back."""
+    """Used credit is never returned."""
 
     caught_by = ("unmatched_payload_is_bounded",)
 
@@ -349,7 +349,7 @@ class KeepsTheCredit(Mutant):
 
 
 class EndsSyncEarly(Mutant):
-    """A sync send is like any other."""
+    """A sync send ends like any other send."""
 
     caught_by = ("sync_sends_end_when_met",)
 
@@ -412,7 +412,7 @@ class ProbesTake(Mutant):
 
 
 class CancelsInWordsOnly(Mutant):
-    """A cancelled receive ends, but goes on taking messages."""
+    """A cancelled receive ends, but still takes messages."""
 
     caught_by = ("receives_can_be_withdrawn",)
 
@@ -432,7 +432,7 @@ class CancelsInWordsOnly(Mutant):
 
 
 class TruncatesTheUnknown(Mutant):
-    """A receive without a buffer gets no more than an eager message holds."""
+    """A receive without a buffer gets at most the length of an eager message."""
 
     caught_by = ("lengths_need_not_be_known", "any_source_takes_from_all")
 
@@ -453,7 +453,7 @@ class TruncatesTheUnknown(Mutant):
 
 
 class HangsOnTheGone(Mutant):
-    """Requests to a rank that is gone never end."""
+    """Requests to a rank that has left never end."""
 
     caught_by = ("requests_to_a_closed_peer_fail",)
 
@@ -484,7 +484,7 @@ class BlamesTheWrongRank(Mutant):
 
 
 class ForgetsTheDead(Mutant):
-    """What a rank has sent vanishes when it leaves."""
+    """Messages of a rank are lost when it leaves."""
 
     caught_by = ("receives_may_come_late", "messages_outlive_their_sender")
 
@@ -532,7 +532,7 @@ class TellsNobody(Mutant):
 
 
 class ClosesItsListenerOnly(Mutant):
-    """Closing leaves this rank's own requests to themselves."""
+    """Closing does not end the rank's own requests."""
 
     caught_by = ("close_ends_everything_here",)
 
@@ -547,7 +547,7 @@ class ClosesItsListenerOnly(Mutant):
 
 
 class TakesAnyRank(Mutant):
-    """Ranks beyond the last count from the first again."""
+    """Ranks are taken modulo the size."""
 
     caught_by = ("ranks_that_do_not_exist_are_refused",)
 
@@ -556,7 +556,7 @@ class TakesAnyRank(Mutant):
 
 
 class Blocks(Mutant):
-    """A receive does not come back before its message."""
+    """`start_recv` blocks until the message arrives."""
 
     caught_by = ("bytes_arrive_as_they_were_sent",)
 
@@ -571,7 +571,7 @@ class Blocks(Mutant):
 
 
 class Library:
-    """A library with an all_reduce of its own: the last rank to call reduces for all."""
+    """A library with its own all_reduce: the last rank to call reduces for all."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -593,7 +593,7 @@ class Library:
 
 
 class OwnAllReduce(Mutant):
-    """Solves an all_reduce by a library whose results are not ours."""
+    """Runs an all_reduce in a library whose results differ from ours."""
 
     caught_by = ("all_reduce_keeps_special_values",)
     solves: ClassVar[tuple[str, str]] = ("", "")
@@ -622,7 +622,7 @@ class OwnAllReduce(Mutant):
 
 
 class Saturates(OwnAllReduce):
-    """As Open MPI's vector code does."""
+    """Integers saturate, as in Open MPI's vector code."""
 
     solves = ("sum", "int8")
 
@@ -632,7 +632,7 @@ class Saturates(OwnAllReduce):
 
 
 class LosesNaN(OwnAllReduce):
-    """As a comparison in C does."""
+    """NaN is lost, as by a comparison in C."""
 
     solves = ("max", "float32")
 
@@ -650,7 +650,7 @@ class LosesTheSignOfZero(OwnAllReduce):
 
 
 class KeepsTheCreditOfEndedContexts(Mutant):
-    """What nobody received keeps its credit for ever: nothing happens when a context ends."""
+    """Unreceived messages of an ended context keep their credit for ever."""
 
     caught_by = ("an_ended_context_holds_no_credit",)
 
@@ -699,7 +699,7 @@ def test_a_name_that_is_no_case_is_refused_before_anything_runs() -> None:
 
 def test_what_a_backend_does_not_claim_is_left_out() -> None:
     class Modest(Mutant):
-        """Has neither wildcards nor sync sends, and says so."""
+        """Has neither wildcards nor sync sends, and declares that."""
 
         caught_by = ()
 
@@ -719,7 +719,7 @@ def test_a_factory_that_makes_other_ranks_is_caught() -> None:
 
 def test_the_first_rank_that_fails_is_the_one_named() -> None:
     class Odd(Mutant):
-        """Rank 2 alone does not know who it is."""
+        """Only rank 2 reports a wrong size."""
 
         caught_by = ()
 

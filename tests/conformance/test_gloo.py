@@ -1,4 +1,4 @@
-"""The gloo backend in processes: the cases and properties of every backend, and what is Gloo's."""
+"""The gloo backend in processes: the cases and properties of every backend, and tests for Gloo alone."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_gloo_runs_what_it_can_and_plans_do_the_rest() -> None:
         backend.run_collective = spy  # type: ignore[method-assign]
         x = np.arange(600, dtype=np.float32) + comm.rank
         comm.all_reduce(x.copy())
-        comm.all_reduce(x.copy(), "max")  # a NaN would get lost
+        comm.all_reduce(x.copy(), "max")  # Gloo would lose a NaN
         comm.all_reduce(x[:6].copy(), "max")  # so short that it travels with the agreement
         comm.all_reduce(x.astype(np.float16))
         comm.all_reduce(x.astype(np.int64), "max")
@@ -75,15 +75,15 @@ def test_gloo_runs_what_it_can_and_plans_do_the_rest() -> None:
             ("all_reduce", False),
             ("all_reduce", True),
             ("scan", False),
-            ("all_gather", True),  # short rows, with their lengths
-            ("all_gather", True),  # the lengths of long ones
-            ("all_gather", False),  # these
+            ("all_gather", True),  # short rows, which include the parts
+            ("all_gather", True),  # the lengths of long parts
+            ("all_gather", False),  # the long parts
             ("barrier", True),
         ]
 
 
 def test_every_reduction_that_gloo_does_is_right() -> None:
-    """Wrapping integers, odd counts and every root, in the world and in a group of some."""
+    """Integers that wrap around, odd counts and every root, in the world and in a smaller group."""
 
     def program(comm: Communicator) -> int:
         done = 0
@@ -110,7 +110,7 @@ def test_every_reduction_that_gloo_does_is_right() -> None:
 
 
 def test_different_calls_of_the_world_are_a_mismatch() -> None:
-    """Gloo itself would add what should not be added, or hang: one call is its own, the other a plan."""
+    """Gloo itself would add unrelated data, or hang: it runs one of the calls, and a plan the other."""
 
     def program(comm: Communicator, what: str) -> str:
         odd = {"length": lambda: comm.all_reduce(np.ones(7)), "verb": lambda: comm.scan(np.ones(8))}[what]
@@ -134,7 +134,7 @@ def test_a_collective_that_no_other_rank_joins_ends_at_its_deadline() -> None:
             x = np.ones(5)
             with pytest.raises(DeadlineExceeded):
                 comm.all_reduce(x, timeout=0.3)
-            x[:] = 7  # it is ours again, whatever Gloo still does
+            x[:] = 7  # the memory is the caller's again, whatever Gloo still does
         pipe.recv()
         comm.close()
         return time.monotonic() - started
@@ -172,7 +172,7 @@ def test_a_killed_rank_is_known_to_all_within_the_bound() -> None:
 
 @pytest.mark.parametrize("is_given_up_first", [True, False])
 def test_a_cancelled_collective_ends_as_soon_as_the_library_fails(is_given_up_first: bool) -> None:
-    """It does not wait for the verdict that a rank is dead: the group that cancelled it knows the reason."""
+    """The group that cancelled it knows the reason, so it does not wait for a rank to be declared dead."""
     request, failure = ForeignRequest((1,)), UnisonoError("the library failed")
     assert request.commit()
     steps = [lambda: request.abort_later(RealRuntime(), failure), lambda: request.cancel()]

@@ -1,4 +1,4 @@
-"""Hearsay: what a rank does when others say that a rank is gone. One table, for engine and simulator."""
+"""Hearsay: when a rank believes a report that another rank is down. One table for engine and simulator."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["make"]
 
 
 class Case(NamedTuple):
-    """Rank 0 gets the report that rank 2, which lives, is down; what it believes."""
+    """Rank 0 is told that rank 2, which is alive, is down; whether it believes the report."""
 
     has_link: bool
     left: bool
@@ -57,7 +57,7 @@ def test_the_engine_keeps_the_rule(make: Make, name: str) -> None:
     with Member(first.card(), SECRET, 1, 0, 3) as member:
         cause = b"silent for 9.9 s"
         member.send(HEAD.pack(DOWN, case.left, 0, len(cause), 2, 0, 0) + cause, CONTROL)
-        # What it says after that has been received: so has this.
+        # A later message of the same peer has arrived, so the report has, too.
         member.send(HEAD.pack(EAGER, 255, 0, 0, CONTEXT, 7, 2) + b"ok", CONTROL)
         assert bytes(ended(first, first.start_recv(1, CONTEXT, 7, None)).data or b"") == b"ok"
         believed = [(down.cause, down.left) for down in heard if down.rank == 2]
@@ -71,7 +71,7 @@ def test_the_engine_keeps_the_rule(make: Make, name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_simulator_keeps_the_rule(name: str) -> None:
-    case, size = CASES[name], 6  # 0 and 3 have no link from the start
+    case, size = CASES[name], 6  # at the start 0 and 3 have no link
     scheduler = Scheduler(0, 2.0)
     for _ in range(size):
         scheduler.add_thread(lambda: None)
@@ -86,7 +86,7 @@ def test_the_simulator_keeps_the_rule(name: str) -> None:
 
 
 class Listener:
-    """A rank that lives, and the ranks that are down for it."""
+    """A rank that is alive, and the ranks that it considers down."""
 
     is_gone = False
 
@@ -113,7 +113,7 @@ def test_a_cut_between_two_ranks_does_not_concern_ranks_that_reach_both() -> Non
 
 
 def test_a_rank_without_a_link_gets_the_report_and_refuses_the_dead_rank_later() -> None:
-    """Of six ranks all have links but 0 and 3, 1 and 4, 2 and 5, until one of them calls the other."""
+    """Six ranks, all linked except 0 and 3, 1 and 4, 2 and 5, until one of a pair calls the other."""
 
     def program(me: Rank) -> Any:
         if me.rank == 4:
@@ -137,7 +137,7 @@ def test_all_ranks_learn_of_a_death_also_those_that_call_the_dead_rank_later() -
         if me.rank == 3:
             me.recv(0)
         if me.rank == 0:
-            sleep(1.0 + LATENCY / 2)  # it died, and no rank knows yet
+            sleep(1.0 + LATENCY / 2)  # the rank is dead, and no other rank knows it yet
             request = me.start_send(3, b"hello", sync=True)
             sleep(1)
             return now() > 2, [down.rank for _, down in me.downs], str(request.error)

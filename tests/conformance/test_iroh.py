@@ -1,7 +1,7 @@
-"""The iroh backend in processes: the cases and properties of every backend, and what is iroh's.
+"""The iroh backend in processes: the cases and properties of every backend, and tests for iroh alone.
 
-Nothing here uses iroh in the process of the tests: its threads would not survive a fork. What strangers do is
-done by a rank, with endpoints of their own.
+The process of the tests never uses iroh, because iroh's threads would not survive a fork. Strangers are
+therefore endpoints in the process of a rank.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SILENT_S = 3.0
 
 @pytest.fixture(autouse=True, scope="module")
 def _alone() -> Iterator[None]:
-    """Where there is no router, iroh does not look for one."""
+    """Keep iroh from searching for a router where there is none."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(NoNetwork):
             stack.enter_context(private_network())
@@ -63,7 +63,7 @@ def test_a_property_holds_on_iroh(name: str) -> None:
     assert ended_in_pool("iroh", "properties", 6)[name] == "ok"
 
 
-# -- what arrives is what was sent ------------------------------------------------------------------------
+# -- messages arrive unchanged ----------------------------------------------------------------------------
 
 
 def bytes_of(size: int, seed: int) -> np.ndarray[Any, Any]:
@@ -71,7 +71,7 @@ def bytes_of(size: int, seed: int) -> np.ndarray[Any, Any]:
 
 
 def test_long_and_odd_messages_arrive_as_they_were_sent() -> None:
-    """Both sides of every threshold: nothing, eager, one piece, many; several at once, in another order."""
+    """Lengths around every threshold (empty, eager, one piece, many), several at once in any order."""
     sizes = [0, 1, 16 << 10, (16 << 10) + 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 5_000_011, 64 << 20]
 
     def program(comm: Communicator) -> bool:
@@ -88,7 +88,7 @@ def test_long_and_odd_messages_arrive_as_they_were_sent() -> None:
 
 
 def reproducibly(comm: Communicator) -> bytes:
-    """Sums that would differ in another order."""
+    """Sums whose bits depend on the order of the operands."""
     x = (np.random.default_rng(comm.rank).standard_normal(10_007) * 10.0 ** (comm.rank % 3)).astype(
         np.float32
     )
@@ -129,7 +129,7 @@ def test_what_was_sent_before_the_end_arrives() -> None:
 
 
 class Stall:
-    """Lets nothing more of the long messages of a peer be read, until it is over."""
+    """Stops reading the long messages of a peer, until it ends."""
 
     def __init__(self, backend: IrohBackend, peer: int) -> None:
         self._loop = backend._transport._loop.loop
@@ -183,7 +183,7 @@ def test_a_stalled_message_delays_no_barrier_and_takes_no_memory() -> None:
 
 
 def test_a_slow_receiver_holds_the_sender_back() -> None:
-    """A sender that gets no CTS keeps its bytes, and does not copy them either."""
+    """A sender that gets no CTS neither sends nor copies its bytes."""
 
     def live(backend: IrohBackend, pipe: Connection) -> int:
         comm = Communicator.world(backend)
@@ -219,7 +219,7 @@ def test_a_slow_receiver_holds_the_sender_back() -> None:
 
 
 def lose(how: int, config: Config | None = None) -> list[tuple[float, tuple[int, ...], str]]:
-    """Three ranks, one of which is killed or stopped: when the others knew after that, whom, and why."""
+    """Kill or stop one of three ranks; return when the others learned of it, the rank and the cause."""
 
     def live(backend: IrohBackend, pipe: Connection) -> tuple[Any, ...]:
         comm = Communicator.world(backend)
@@ -259,7 +259,7 @@ def test_a_rank_that_holds_its_interpreter_is_not_taken_for_dead() -> None:
     def program(comm: Communicator) -> int:
         comm.barrier()
         if comm.rank == 1:
-            ctypes.PyDLL(None).usleep(2_500_000)  # with the lock of the interpreter in its hand
+            ctypes.PyDLL(None).usleep(2_500_000)  # while it holds the GIL
         return int(comm.all_reduce(comm.rank))
 
     assert run_processes(program, 2, kind="iroh", config=Config(silence_s=0.5)) == [1, 1]
@@ -313,7 +313,7 @@ def test_a_forked_child_is_refused() -> None:
 
 
 async def connect_as_stranger(addresses: list[str], key: bytes, alpn: bytes) -> str:
-    """Connect with a key that nobody knows: how it ends."""
+    """Connect with an unknown key; return how the connection ends."""
     import iroh
 
     builder = iroh.EndpointBuilder()
@@ -333,7 +333,7 @@ async def connect_as_stranger(addresses: list[str], key: bytes, alpn: bytes) -> 
 
 
 class Knocking(UnconnectedIroh):
-    """Rank 1, before it joins, and as somebody else."""
+    """Rank 1 first connects as a stranger, and then joins."""
 
     def connect(self, cards: Any) -> IrohBackend:
         if self._spec.rank == 1:
@@ -399,7 +399,7 @@ def test_a_peer_without_the_right_key_is_not_connected_to(monkeypatch: pytest.Mo
 
 
 def test_a_peer_that_does_not_know_the_secret_is_not_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the two refuses the other; the first says why, and closes the connection to the second."""
+    """Each rank refuses the other; the first one sends the reason and closes the connection."""
     monkeypatch.setattr("unisono.backends.iroh.backend._CONNECT_S", 2.0)
     with forked(lambda backend, pipe: "connected", 2, bind=Ignorant) as ranks:
         failed = [ranks.result(rank) for rank in range(2)]
@@ -411,7 +411,7 @@ def test_a_peer_that_does_not_know_the_secret_is_not_connected_to(monkeypatch: p
 
 
 class Recorder:
-    """A relay for datagrams that keeps what the first sender sends."""
+    """A relay of datagrams that records those of the first sender."""
 
     def __init__(self, target: tuple[str, int]) -> None:
         self.front, self.back = (socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2))
@@ -506,7 +506,7 @@ def test_one_datagram_in_twenty_may_get_lost() -> None:
     assert min(sent) > 100
 
 
-# -- beginnings -------------------------------------------------------------------------------------------
+# -- start ------------------------------------------------------------------------------------------------
 
 
 def spawned(comm: Communicator) -> tuple[str, float]:

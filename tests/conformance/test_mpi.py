@@ -1,6 +1,6 @@
-"""The mpi backend under the real mpiexec: the cases and properties of every backend, and what is MPI's.
+"""The mpi backend under the real mpiexec: the cases and properties of every backend, and tests for MPI alone.
 
-One start of mpiexec serves many tests: each start costs seconds, and ranks of MPI never sleep.
+One start of mpiexec serves many tests: a start takes seconds, and ranks of MPI poll without sleeping.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def on_mpiexec(what: str, ranks: int) -> subprocess.CompletedProcess[str]:
 
 @cache
 def said(what: str, ranks: int) -> list[Any]:
-    """What the ranks of tests/support/mpi_program.py say, by rank."""
+    """The output of the ranks of tests/support/mpi_program.py, by rank."""
     ended = on_mpiexec(what, ranks)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (line,) = (line for line in ended.stdout.splitlines() if line.startswith("said "))
@@ -71,8 +71,8 @@ def test_mpi_runs_what_it_can_and_a_failing_operation_harms_no_other_call() -> N
         assert words["own"] == [
             ["all_reduce", True],  # a user's operation
             ["scan", True],
-            ["all_reduce", False],  # a NaN would get lost
-            ["all_reduce", False],  # halves are no types of MPI's
+            ["all_reduce", False],  # MPI would lose a NaN
+            ["all_reduce", False],  # MPI has no 16-bit floats
             ["all_reduce", True],  # so short that it travels with the agreement
             ["barrier", True],
         ]
@@ -89,7 +89,7 @@ def test_a_mismatch_is_the_same_under_mpiexec() -> None:
 
 
 def test_reproducible_sums_are_equal_on_every_backend() -> None:
-    """Bit for bit: threads, the simulator, our engine by both links, Gloo and MPI."""
+    """Equal bits on threads, in the simulator, in our engine over both links, on Gloo and on MPI."""
     config = uni.Config(reproducible=True)
     wanted = run_ranks(sums, 4, config=config).values()
     assert all(one == wanted[0] for one in wanted)
@@ -100,7 +100,7 @@ def test_reproducible_sums_are_equal_on_every_backend() -> None:
 
 
 def test_a_killed_rank_is_the_end_of_the_job() -> None:
-    """Open MPI ends all ranks, and mpiexec says so."""
+    """Open MPI ends all ranks, and mpiexec reports it."""
     ended = on_mpiexec("death", 3)
     assert ended.returncode not in (0, None)
     assert "said" not in ended.stdout

@@ -1,4 +1,4 @@
-"""The cases and properties of every backend, unchanged, on native ranks in processes of their own."""
+"""The cases and properties of every backend, unchanged, on native ranks in processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = [case.name for case in CASES if case.size > 1]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Everything on shared memory, and each on one more kind of links, or with --long on all."""
+    """Run every case on shared memory and on one more kind of links; with --long on all kinds."""
     names = NAMES if metafunc.function is test_a_case_holds_in_processes else list(PROPERTIES)
     others = ON_EVERY_LINK[1:]
     places = [(name, kind) for name in names for kind in ON_EVERY_LINK]

@@ -1,4 +1,4 @@
-"""The native backend passes the conformance kit, whatever its links: several engines in this process."""
+"""The native backend passes the conformance kit on all kinds of links; the engines share this process."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Factory = Callable[[int], list[NativeBackend]]
 
 KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
     "shm": lambda rank: {},
-    "rings": lambda rank: {"direct_read": False},  # long messages cross in the rings, too
+    "rings": lambda rank: {"direct_read": False},  # long messages use the rings, too
     "tcp": lambda rank: {"shm": False},
-    "hosts": lambda rank: {"host": f"host {rank % 2}"},  # shared memory within, TCP with checksums between
+    "hosts": lambda rank: {"host": f"host {rank % 2}"},  # shared memory in a host, TCP with checksums between
     "tight": lambda rank: {"config": Config(eager_bytes=48, eager_credit_bytes=256, segment_bytes=512)},
     "never eager": lambda rank: {"config": Config(eager_bytes=0, eager_credit_bytes=0), "shm": rank >= 0},
     "tight tcp": lambda rank: {"shm": False, "config": Config(eager_bytes=48, eager_credit_bytes=256)},
     "tls": lambda rank: {"shm": False, "tls": True},
     "hosts tls": lambda rank: {"host": f"host {rank % 2}", "tls": True},
-    # A new key with every third record, and messages that straddle records.
+    # A new key every third record, and messages that span records.
     "tight tls": lambda rank: {
         "shm": False,
         "tls": True,
@@ -35,7 +35,7 @@ KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
     },
     "quic": lambda rank: {"shm": False, "quic": True},
     "hosts quic": lambda rank: {"host": f"host {rank % 2}", "quic": True},
-    # New keys all the time, and messages that straddle datagrams as small as the network's.
+    # Frequent new keys, and messages that span datagrams of the smallest size in networks.
     "tight quic": lambda rank: {
         "shm": False,
         "quic": True,

@@ -1,4 +1,4 @@
-"""Plans run by the engine: every algorithm, by the oracle and the reference executor, and every bad end."""
+"""Plans in the engine: every algorithm against the oracle and the reference executor, and every failure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = ["world"]
 every_kind = pytest.mark.parametrize("kind", ["shm", "rings", "tcp", "hosts"])
 
 
-# -- the right answer -------------------------------------------------------------------------------------
+# -- right results ----------------------------------------------------------------------------------------
 
 
 @every_kind
@@ -117,7 +117,7 @@ def test_every_type_and_op_is_reduced(world: MakeWorld) -> None:
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 @pytest.mark.parametrize("size", [3, 4])
 def test_the_bits_are_those_of_the_reference_executor(world: MakeWorld, kind: str, size: int) -> None:
-    """Random floats: another order or bracketing of the operands would show."""
+    """Random floats, whose sums reveal another order or bracketing of the operands."""
 
     def program(comm: Communicator) -> list[bytes]:
         x = np.random.default_rng(comm.rank).standard_normal(3001).astype(np.float32)
@@ -170,16 +170,16 @@ def test_a_started_run_goes_on_while_nobody_waits(world: MakeWorld) -> None:
     def program(comm: Communicator) -> bool:
         work = comm.start.all_reduce(np.ones(3_000_000, np.float32))
         deadline = time.monotonic() + 20
-        work._adopt(False)  # Python sees its end, without looking at the engine
+        work._adopt(False)  # set by Python at the end of the run, without progress of the engine
         while not work._task.is_done() and time.monotonic() < deadline:
-            time.sleep(0.001)  # not a wait for it: nobody makes progress here
+            time.sleep(0.001)  # not a wait for the run: no thread makes progress here
         return bool(work._task.is_done()) and float(work.wait()[-1]) == 2.0
 
     assert run_each(program, list(world(2))).values() == [True, True]
 
 
 def test_memory_stays_as_it_is(world: MakeWorld) -> None:
-    """Runs, messages and scratch memory are used again."""
+    """The objects of runs and messages, and scratch memory, are reused."""
     comms = world(2)
 
     def program(comm: Communicator) -> int:
@@ -235,7 +235,7 @@ def test_a_mismatch_is_shown_to_every_rank(
                 call_and_meet(comm, CALLS[theirs if comm.rank == odd else ours])
             assert seconds() < 5, "it took too long to notice"
         with pytest.raises(uni.CollectiveMismatch):
-            comm.barrier()  # it is poisoned
+            comm.barrier()  # the communicator is poisoned
         return caught.value.report
 
     for report in run_each(program, list(world(3, kind, segment_bytes=4096))).values():
@@ -245,7 +245,7 @@ def test_a_mismatch_is_shown_to_every_rank(
 
 
 def call_and_meet(comm: Communicator, call: Callable[[Communicator], Any]) -> None:
-    """A rank that meets only ranks of the same call may end well; it gets the error in the barrier."""
+    """A rank whose peers in the plan all make the same call may succeed; it gets the error in the barrier."""
     call(comm)
     comm.barrier()
 
@@ -309,9 +309,9 @@ def test_a_wrong_length_ends_the_run(world: MakeWorld, kind: str) -> None:
 @pytest.mark.more
 @every_kind
 def test_a_message_that_was_taken_back_leaves_a_gap_that_nothing_fills(world: MakeWorld, kind: str) -> None:
-    """Rank 0 sends three pieces of a broadcast and takes the first back: the others are not taken for it."""
+    """Rank 0 sends three segments of a broadcast and withdraws the first: no other takes its place."""
     one, two = backends(world(2, kind, segment_bytes=64, eager_bytes=0))
-    length = 256 * 64 // 4  # of a piece, if every byte goes straight to its place
+    length = 256 * 64 // 4  # of a segment, if every byte is received in place
     plans = [build(Problem("broadcast", 2, (3 * length,)), rank, "tree") for rank in (0, 1)]
     x, y = np.arange(3 * length, dtype=np.int32), np.full(3 * length, -1, np.int32)
     stages = [
@@ -320,18 +320,18 @@ def test_a_message_that_was_taken_back_leaves_a_gap_that_nothing_fills(world: Ma
     first = one.run_plan(plans[0], (3 * length,), stages[0])
     assert first.cancel()
     ended(one, first)
-    # What is left of it: the second and the third piece, as if they had been met before they were taken back.
+    # The second and the third segment remain, as if they had been matched before their withdrawal.
     tags = [stages[0].tag + (number << 40) for number in (1, 2)]
     rest = [
         one.start_send(1, 5, tag, memoryview(x[length : 2 * length]).cast("B"), dtype=DTYPES["int32"].code)
         for tag in tags
     ]
-    # That the first was taken back is known there before the receives are posted.
+    # The withdrawal of the first arrives before the receives are posted.
     known = two.start_recv(0, 6, 1, memoryview(bytearray(4)))
     assert ended(one, one.start_send(1, 6, 1, memoryview(b"know"))) is None
     assert ended(two, known) is None
     second = two.run_plan(plans[1], (3 * length,), stages[1])
-    # What was sent after them has come, so they have, too.
+    # A later message has arrived, so the segments have, too.
     last = two.start_recv(0, 6, 0, memoryview(bytearray(4)))
     assert ended(one, one.start_send(1, 6, 0, memoryview(b"last"))) is None
     assert ended(two, last) is None
@@ -388,7 +388,7 @@ def test_a_program_that_makes_no_sense_for_some_counts_is_refused(name: str) -> 
     points = [*points, (1, 1, 1)]  # twice the count
     with pytest.raises(RuntimeError, match=r"^invalid program: "):
         _native.Program(cuts, points, [BAD_STEPS[name]], [], (1, 1), 1, 2)
-    # The two halves make up the whole.
+    # The two halves together are the whole.
     _native.Program(cuts, points, [(3, 0, 1, 0, 3, 0, 0, 1, 0)], [], (1, 1), 1, 2)
 
 
@@ -426,7 +426,7 @@ def test_a_buffer_or_counts_that_are_not_those_of_the_program_are_refused(world:
 def test_programs_bound_to_any_counts_give_what_numpy_says(world: MakeWorld, kind: str, size: int) -> None:
     """The table of tests/unit/plans/test_families.py: counts around the number of ranks, zeros, hosts.
 
-    First pieces have eight elements, so that many steps are cut; then none is.
+    At first segments have eight elements, so that many steps are cut; later no step is cut.
     """
     numbers = itertools.count()
     for segment in (64, 1 << 16):
@@ -456,7 +456,7 @@ def check_run(ranks: list[Any], problem: Problem, algorithm: str, number: int) -
 
 @every_kind
 def test_slots_of_blocks_with_different_lengths_keep_every_block(world: MakeWorld, kind: str) -> None:
-    """Long, short, long in one of a ring's two slots: the third must not overwrite what is still sent."""
+    """Long, short, long in one of a ring's two slots: the third must not overwrite data still being sent."""
     ranks = backends(world(8, kind, segment_bytes=64, window_segments=2, eager_bytes=0))
     for turn in range(12):
         counts = tuple(3 if (rank + turn) % 4 < 2 else 400 + rank for rank in range(8))
@@ -471,7 +471,7 @@ def test_an_expired_collective_names_the_missing_ranks(world: MakeWorld, kind: s
     def program(comm: Communicator) -> Any:
         if comm.rank == 2:
             with pytest.raises(uni.DeadlineExceeded) as caught:
-                comm.recv(np.zeros(1), src=2, timeout=2.0)  # it has something else to do
+                comm.recv(np.zeros(1), src=2, timeout=2.0)  # this rank never makes the call
             return None
         with pytest.raises(uni.DeadlineExceeded) as caught:
             comm.all_reduce(np.ones(200_000), timeout=1.0)
@@ -499,7 +499,7 @@ def test_a_cancelled_run_ends_everywhere(world: MakeWorld, kind: str) -> None:
 
 
 def reduce_until_the_end(comm: Communicator, folder: str, count: int) -> None:
-    """Reduce without end; when it fails, write down how and when."""
+    """Reduce without end; on failure, write the error and the time to a file."""
     x = np.ones(count, np.float32)
     note = Path(folder) / str(comm.rank)
     try:

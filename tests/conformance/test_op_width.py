@@ -1,4 +1,4 @@
-"""Operations on items of several elements: maxloc, minloc and a user's own, which no cut may separate."""
+"""Operations on items of several elements (maxloc, minloc, a user's own): no cut may separate an item."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["world"]
 
 LOCATIONS = ("maxloc", "minloc")
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "scan", "exscan")
-# Rows of 16 bytes and pieces of 100: a cut that does not know the rows lies inside one.
+# Rows have 16 bytes and segments 100, so a cut that ignores rows lies inside a row.
 SHORT = {"segment_bytes": 100}
 
 
@@ -68,7 +68,7 @@ def identity(op: Any, like: Array) -> Array:
 
 
 def check(comm: Any, verb: str, op: Any, name: str, rows: int, notes: Notes, **how: Any) -> None:
-    """One call, against NumPy."""
+    """Compare one call with NumPy."""
     size, rank = comm.size, comm.rank
     label = (verb, op, name, rows, how)
     if verb == "reduce_scatter":
@@ -91,7 +91,7 @@ def check(comm: Any, verb: str, op: Any, name: str, rows: int, notes: Notes, **h
 
 
 def names_of(verb: str, op: Any) -> list[str]:
-    """Every algorithm of the verb that keeps what the operation needs."""
+    """Every algorithm of the verb that the operation permits."""
     is_free = isinstance(op, str)
     return ["auto", *(n for n in CATALOG[verb] if is_free or entry_of(verb, n).keeps_rank_order)]
 
@@ -138,7 +138,7 @@ def run_on(
 
 
 def noted(notes: Sequence[Notes]) -> list[str]:
-    """What any rank found wrong."""
+    """The wrong results that any rank noted."""
     return [f"rank {rank}: {note}" for rank, found in enumerate(notes) for note in found]
 
 
@@ -174,7 +174,7 @@ def test_pairs_of_every_type(world: MakeWorld, kind: str) -> None:
 
 
 def rounded_sum(left: Array, right: Array) -> Array:
-    """The sum of the first of three; the others stay: bracketing shows in its last bits."""
+    """The sum of the first of three elements; the bracketing shows in its last bits."""
     a, b = left.reshape(-1, 3), right.reshape(-1, 3)
     assert (a[:, 1:] == b[:, 1:]).all(), "an item was taken apart"
     return np.column_stack([a[:, 0] + b[:, 0], a[:, 1:]])
@@ -206,7 +206,7 @@ def uneven_and_fused(comm: Any) -> Notes:
         every = [given(op, "float32", sum(counts), r) for r in range(size)]
         want = fold(op, every)
         notes.expect(comm.reduce_scatter_v(every[rank], counts, op), want[mine], "v", op)
-        if not isinstance(op, str):  # axis 0 is also the last one
+        if not isinstance(op, str):  # axis 0 is also the last axis
             flat = [4 * n for n in counts]
             got = comm.reduce_scatter_v(every[rank].reshape(-1), flat, op)
             notes.expect(got, want[mine].reshape(-1), "v flat", op)
@@ -228,7 +228,7 @@ def test_uneven_parts_many_at_once_and_groups(world: MakeWorld, kind: str) -> No
 
 
 def again(comm: Any) -> Notes:
-    """The same call from the same line: later ones may take a shorter way."""
+    """The same call from the same line; later calls may take the fast path."""
     notes = Notes()
     for turn in range(6):
         for rows in (1, 3, 1000):
@@ -316,7 +316,7 @@ def test_a_users_function_may_return_rows_and_nothing_else() -> None:
         rows = uni.op(lambda a, b: (a + b).reshape(-1, 2), width=2, name="rows")
         wrong = uni.op(lambda a, b: (a + b).reshape(2, -1), width=2, name="wrong")
         got = comm.all_reduce(np.arange(8.0), rows).tolist()
-        # The other rank may fail first; its error says the same.
+        # The other rank may fail first; its error has the same text.
         with pytest.raises((UsageError, PeerAborted), match=r"returned shape \(2, 4\)"):
             comm.all_reduce(np.arange(8.0), wrong)
         return got

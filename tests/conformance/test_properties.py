@@ -1,4 +1,4 @@
-"""Properties: whatever the verb, type, operation, size, counts, roots and groups, the result is NumPy's.
+"""Properties: for every verb, type, operation, size, count, root and group the result equals NumPy's.
 
 Each property runs on in-process ranks and, unchanged, on simulated ones. Numbers are small integers in every
 type, so that sums are exact in any order and the oracle needs no tolerance.
@@ -33,7 +33,7 @@ PROPERTIES: dict[str, tuple[Any, tuple[Any, ...]]] = {}
 
 
 def holds(examples: settings, *strategies: Any) -> Any:
-    """A property of every world. It is noted down, so that other kinds of ranks can be held to it."""
+    """A property of every world. It is registered, so that it can be checked on other kinds of ranks."""
 
     def enter(prop: Any) -> Any:
         PROPERTIES[prop.__name__] = (prop, strategies)
@@ -44,7 +44,7 @@ def holds(examples: settings, *strategies: Any) -> Any:
 
 SIZES = st.integers(1, 6)
 NAMES = st.sampled_from(list(DTYPES))
-# Short segments and a narrow window: a few elements take every path that megabytes take.
+# Short segments and a narrow window: a few elements take every path of long arrays.
 CONFIGS = st.sampled_from(
     [
         {},
@@ -76,7 +76,7 @@ def numpy_type(name: str) -> np.dtype:
 
 
 def numbers(shape: Any, name: str, seed: int) -> np.ndarray:
-    """Different for every seed and element, and small enough to add and multiply exactly in every type."""
+    """Numbers that differ by seed and element, small enough for exact sums and products in every type."""
     rng = np.random.default_rng(seed)
     kind = DTYPES[name].kind
     if kind is Kind.BOOL:
@@ -93,7 +93,7 @@ def reduced(parts: list[np.ndarray], op: str) -> np.ndarray:
         return parts[0].copy()
     if op == "mean":
         total = reduced([p.astype(np.float32 if kind.itemsize == 2 else kind) for p in parts], "sum")
-        # Real and imaginary parts by themselves: NumPy's complex division rounds more than once.
+        # Real and imaginary parts separately: NumPy's complex division rounds more than once.
         halves = total.view(total.real.dtype)
         return (halves / halves.dtype.type(len(parts))).view(total.dtype).astype(kind)
     total = parts[0]
@@ -122,7 +122,7 @@ def equal(got: Any, wanted: Any) -> None:
 
 
 def equal_reduced(got: Any, wanted: Any) -> None:
-    """Equal, but for the sign of zero where it depends on the order: in complex products."""
+    """Equal, except for the sign of zero in complex products, which depends on the order."""
     if got.dtype.kind == "c":
         got, wanted = got + np.zeros((), got.dtype), wanted + np.zeros((), wanted.dtype)
     equal(got, wanted)
@@ -233,7 +233,7 @@ def test_many_at_once_are_each_by_itself(world, size, shapes, seed, config):
     st.data(),
 )
 def test_every_rank_has_the_same_bits_whatever_the_numbers(world, size, name, count, data):
-    """Numbers whose sum depends on the order: the order may be any, but it is one."""
+    """Numbers whose sum depends on the order: any order is allowed, but the same on all ranks."""
     config = data.draw(CONFIGS)
     is_ordered = bool(config.get("reproducible"))
     algorithm = algorithm_of(data.draw, "all_reduce", size, (count,), ordered=is_ordered)
@@ -254,7 +254,7 @@ def test_every_rank_has_the_same_bits_whatever_the_numbers(world, size, name, co
 
 
 def anything(shape: Any, name: str, seed: int) -> np.ndarray:
-    """Any bits, NaNs of all kinds included: what only moves must not change."""
+    """Arbitrary bits, including every kind of NaN: data that is only moved must not change."""
     kind = numpy_type(name)
     shape = shape if isinstance(shape, tuple) else (shape,)
     bits = np.random.default_rng(seed).integers(0, 256, math.prod(shape) * kind.itemsize, np.uint8)
@@ -436,7 +436,7 @@ def test_any_split_gives_the_right_groups_and_they_work(world, data):
             ranks = child.all_gather(comm.rank).tolist()
             assert child.size == len(ranks)
             assert ranks[child.rank] == comm.rank
-            # Once more within: everyone by itself, and all together backwards.
+            # Nested splits: every rank by itself, and all ranks in reverse order.
             assert child.split(child.rank).size == 1
             back = child.split(7, -child.rank)
             assert back.all_gather(child.rank).tolist() == list(range(child.size))[::-1]
@@ -526,7 +526,7 @@ def exchanges(draw):
 
 @holds(SOME, exchanges())
 def test_messages_arrive_once_whole_and_in_order(world, exchange):
-    """All are started at once; receives are posted in an order of their own, with or without wildcards."""
+    """All messages are started at once; receives are posted in another order, with or without wildcards."""
     size, messages, how, rng = exchange
     orders = [rng.sample(range(len(messages)), len(messages)) for _ in range(size)]
 
@@ -562,7 +562,7 @@ def test_messages_arrive_once_whole_and_in_order(world, exchange):
                 sent[m.source, m.tag].append(payload(i, m))
         assert came.keys() == sent.keys()
         for key, wanted in sent.items():
-            # Receives were posted in this order, so they hold the messages in the order of sending.
+            # Receives were posted in this order, so they get the messages in the order of sending.
             assert [d.tolist() for d in came[key]] == [w.tolist() for w in wanted]
 
 
@@ -590,7 +590,7 @@ def test_both_worlds_are_really_used():
 
 
 def test_every_verb_of_a_reduction_and_every_algorithm_is_drawn():
-    """The strategies reach what they claim to reach."""
+    """The strategies draw every verb and every algorithm."""
     drawn: set[tuple[str, str]] = set()
 
     @settings(derandomize=True, deadline=None, database=None, max_examples=2000)
@@ -605,7 +605,7 @@ def test_every_verb_of_a_reduction_and_every_algorithm_is_drawn():
 
 
 def test_a_rank_that_is_done_may_leave_although_its_goodbye_is_lost():
-    """With nothing eager, a goodbye is still in flight when its sender ends: the others go on receiving."""
+    """With nothing eager a goodbye is still in flight when its sender ends; others go on receiving."""
 
     def program(comm):
         x = np.arange(3) + comm.rank

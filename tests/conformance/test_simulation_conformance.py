@@ -1,4 +1,4 @@
-"""The simulated backend keeps the contract, as every backend must, on several networks."""
+"""The simulated backend passes the conformance kit on several networks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules and public names of the layout before the folders: what CHANGELOG.md must account for."""
+"""Modules and public names of the layout without folders, all of which CHANGELOG.md must account for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/acceptance.md: every test it names exists, and no case of others is missing from it."""
+"""docs/acceptance.md: every test that it names exists, and no case of the other projects is missing."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.support.paths import ROOT, file_of
 
 TABLE = ROOT / "docs" / "acceptance.md"
 
-# How many cases of each kind ferrotorch's suite has.
+# The number of cases of each kind in ferrotorch's suite.
 FERROTORCH = {
     "BK": 12, "CO": 24, "AS": 3, "PP": 5, "DD": 3, "FS": 21, "DM": 10, "DT": 8, "PI": 4, "BN": 6, "RP": 6,
     "CK": 27, "GB": 3, "MP": 6, "UC": 7, "GT": 5, "GC": 5, "GR": 8, "GE": 6, "GP": 8, "NC": 1,
     "CF": 61, "SC": 1,
 }  # fmt: skip
-# How many integration tests each file of nexar's has.
+# The number of integration tests in each file of nexar.
 NEXAR = {
     "allreduce": 7, "barrier": 3, "broadcast": 3, "compressed": 4, "exchange": 8, "iov": 3, "nonblocking": 4,
     "reduce": 5, "rpc": 1, "rs_ag_allreduce": 3, "scan": 5, "split": 1, "tagged": 4, "elastic": 2,
@@ -86,8 +86,8 @@ def test_a_row_without_a_test_says_why() -> None:
 
 
 def test_every_acceptance_test_of_the_published_cases_is_in_the_table() -> None:
-    """The regressions exist because of an entry: each of them must be found from it."""
+    """Each regression test exists for an entry of the table, which must name the test."""
     text = TABLE.read_text()
-    own = {"test_a_rank_that_came_late_is_not_blamed_for_one_that_never_came"}  # found here, by nobody before
+    own = {"test_a_rank_that_came_late_is_not_blamed_for_one_that_never_came"}  # first found in this project
     tests = {name for name in functions_in(file_of("regressions")) if name.startswith("test_")}
     assert sorted(name for name in tests - own if f"`regressions::{name}`" not in text) == []

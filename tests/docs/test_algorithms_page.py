@@ -1,4 +1,4 @@
-"""What docs/algorithms.md says in numbers is what the plans do."""
+"""The numbers in docs/algorithms.md are those of the plans."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from unisono.plans.units import bytes_text, seconds_text
 PAGE = ROOT / "docs" / "algorithms.md"
 BUILT_IN = [*(code.name.lower() for code in OpCode), "mean"]
 SIZE, COUNT = 8, 1 << 18
-# What `unisono plan` shows unless it is asked for other links.
+# The default links of `unisono plan`.
 SHM = LINKS["shm"]
 
 
 def table() -> list[str]:
-    """The table as it should stand; print("\\n".join(table())) to renew it."""
+    """The expected table; print("\\n".join(table())) to renew it."""
     lines = [
         "| collective | algorithm | ordered | rounds | messages | sent | predicted |",
         "|---|---|---|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""docs/backends.md says what the code says."""
+"""docs/backends.md agrees with the code."""
 
 from __future__ import annotations
 

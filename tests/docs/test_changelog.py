@@ -1,4 +1,4 @@
-"""CHANGELOG.md accounts for every public name that has moved, and no row of it leads nowhere."""
+"""CHANGELOG.md accounts for every public name that has moved, and every new name in it exists."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.paths import ROOT
 
 
 def rows(title: str) -> list[tuple[str, list[str], list[str]]]:
-    """The rows of the table under this title: the old cell as it stands, the old names, and the new ones."""
+    """The rows of the table under this title: the old cell, the old names in it, and the new names."""
     lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
     begin = next(at for at, line in enumerate(lines) if line.startswith(f"| {title} |")) + 2
     found = []
@@ -56,7 +56,7 @@ def test_a_new_name_can_be_imported(name: str) -> None:
 
 @pytest.mark.parametrize("module", OLD_NAMES)
 def test_every_old_name_is_where_it_was_or_in_the_tables(module: str) -> None:
-    """A name is in its old module, or in a table, or in one of the modules that took its module's place."""
+    """A name is in its old module, in a table, or in one of the modules that replaced its old module."""
     prefix = "" if module == "unisono" else f"{module}."
     now = MODULES.get(module, [prefix[:-1]])
     lost = [

@@ -1,4 +1,4 @@
-"""Facts that documents state and the code decides: they are compared here."""
+"""Facts in documents are compared with the code."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_calls_run_ahead_as_far_as_the_pages_say() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_between_documents_and_names_of_files_lead_somewhere(document: Path) -> None:
-    """A file is named from the root of the repository, or of the package: `comm/group.py`."""
+    """A path of a file starts at the root of the repository or of the package: `comm/group.py`."""
     text = document.read_text()
     for link in re.findall(r"\]\((?!http|#)([^)#]+)", text):
         assert (document.parent / link).exists(), link
@@ -62,7 +62,7 @@ def test_links_between_documents_and_names_of_files_lead_somewhere(document: Pat
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_a_test_that_a_document_names_exists(document: Path) -> None:
-    """Named as `test_file.py::test_name`; a further test of the same file as `::test_name`."""
+    """The form is `test_file.py::test_name`, and `::test_name` for a further test of the same file."""
     source = ""
     for file, name in re.findall(
         r"`(?:tests/[\w/]+/)?(test_\w+\.py)?(?:::(test_\w+))?`", document.read_text()

@@ -1,4 +1,4 @@
-"""Every example runs and says what it should; so does the program in the README."""
+"""Every example, and the program in the README, runs and prints the expected text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unisono.testing import CASES
 
 EXAMPLES = ROOT / "examples"
 
-# What four ranks say, and what one process says that was started alone.
+# The output of four ranks, and of a single process without a launcher.
 SAYS = {
     "hello": ["hello from rank 0 of 4", "hello from rank 3 of 4"],
     "send_recv": ["came back from rank 3 and counts 4 ranks", "27 bytes wait from rank 3"],
@@ -42,7 +42,7 @@ SAYS_ALONE = {
     "simulate": ["64 ranks agree on 31.5", "63 ranks raised PeerLost, naming (3,)", "replayed: True"],
 }
 
-# What two ranks say under either launcher: importing torch takes longer than training.
+# The output of two ranks, under two launchers only: importing torch takes longer than training.
 SAYS_WITH_TORCH = {
     "torch_ddp": ["━━ 200/200 loss 0.0", "data-parallel training equals training in one process"],
     "torch_fsdp": ["━━ 200/200 loss 0.", "rank 1 keeps 34,760 weights, loaded as they were saved: True"],

@@ -1,4 +1,4 @@
-"""The house: imports point down, and what concerns one room stays in it. Read from the source, not run."""
+"""The layers: imports point down, and certain names are used in one package only. The source is parsed."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 LEVELS = {name: -level for level, layer in enumerate(LAYERS) for name in layer.members}
 EDGES = ("cli", "testing", "pytorch", "train", "bench")
 ROOMS = next(layer.members for layer in LAYERS if "rpc" in layer.members)
-FOREIGN = {"numpy", "msgspec"}  # what every layer may import, beside the standard library
+FOREIGN = {"numpy", "msgspec"}  # packages that every layer may import beside the standard library
 
 
 @dataclass(frozen=True)
 class Import:
-    """One import of a module: `module.name` if it took a name, where it stands and whether it runs."""
+    """One import: its target (`module.name` for a name), its line, and whether it runs at load time."""
 
     target: str
     line: int
@@ -59,12 +59,12 @@ def _imports(node: ast.AST, module: Path, at_load: bool) -> Iterator[Import]:
 
 
 def room_of(path: Path) -> str:
-    """The folder of a module of ours, or itself at the top."""
+    """The folder of a module of unisono, or the module itself at the top level."""
     return path.parts[0].removesuffix(".py")
 
 
 def target_of(imported: Import) -> tuple[str, str] | None:
-    """The folder and the module in it that an import of ours names; None if it is not ours."""
+    """The folder and the module that an import names; None if it is not in unisono."""
     words = imported.target.split(".")
     if words[0] != "unisono":
         return None
@@ -102,7 +102,7 @@ def faults(path: Path, source: str) -> list[str]:
 
 @cache
 def calls_of(source: str) -> list[tuple[str, int]]:
-    """Every name that is called or read, dotted as written: `threading.Thread`, `print`."""
+    """Every name that is called or read, as written: `threading.Thread`, `print`."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -128,7 +128,7 @@ def test_the_architecture_page_draws_the_layers_that_are_enforced():
 
 
 def test_files_of_the_engine_include_only_what_stands_below():
-    """Headers without exception; of the sources only those that are listed include what they call back."""
+    """All headers do; only the listed sources include headers of a layer above, to call it back."""
     native = ROOT / "native"
     assert {folder.name for folder in native.iterdir() if folder.is_dir()} == set(NATIVE_LAYERS)
     levels = {name: level for level, name in enumerate(NATIVE_LAYERS)}
@@ -142,7 +142,7 @@ def test_files_of_the_engine_include_only_what_stands_below():
 
 
 def test_imports_point_down():
-    """Those for type checkers too: a type from above is knowledge of what is above."""
+    """This includes imports for type checkers: a type of a higher layer is knowledge of that layer."""
     assert [fault for path in MODULES for fault in faults(path, source_of(path))] == []
 
 
@@ -151,15 +151,15 @@ def test_every_module_says_what_it_is():
     assert [path for path, text in texts.items() if len(text) <= 20] == []
 
 
-# -- what stays in one room ------------------------------------------------------------------------------
+# -- names that one package uses -------------------------------------------------------------------------
 
 ENVIRONMENT = {"os.environ", "os.getenv", "os.environb", "os.putenv"}
 MAY_READ_THE_ENVIRONMENT = ("config", "environment")
 CLOCKS = {"time", "sched"}
 MAY_READ_CLOCKS = {"core/clock.py", "simulation", "testing"}
-# The launcher and the measurements start processes, and the seed serves on a thread of its own.
+# The launcher and the measurements start processes, and the seed has its own thread.
 MAY_START_THREADS = {"core/clock.py", "simulation", "testing", "launcher", "bootstrap", "bench"}
-# The clock rules above the transports; these have threads that dispatch what ended below Python.
+# Above the transports only the clock starts threads; transports have threads that dispatch completions.
 TRANSPORTS = {
     f"backends/{name}.py"
     for name in (
@@ -183,7 +183,7 @@ def names_imported(path: Path) -> set[str]:
 
 
 def users_of(names: set[str], *but: str) -> list[str]:
-    """Modules that call or read one of the names, except in these rooms or modules."""
+    """Modules that call or read one of the names, except in these packages or modules."""
     return [
         f"{path}:{line} {name}"
         for path in MODULES
@@ -194,7 +194,7 @@ def users_of(names: set[str], *but: str) -> list[str]:
 
 
 def importers_of(names: set[str], *but: str) -> list[str]:
-    """Modules that import one of the packages, except in these rooms or modules."""
+    """Modules that import one of the libraries, except in these packages or modules."""
     return [
         f"{path} {sorted(names & names_imported(path))}"
         for path in MODULES
@@ -213,14 +213,14 @@ def test_only_two_modules_read_the_environment():
 
 
 def test_only_the_clock_and_the_simulator_read_clocks_and_start_threads():
-    """The kit in unisono.testing, an edge, brings threads and patience of its own."""
+    """unisono.testing is exempt: the conformance kit has its own threads and time limits."""
     assert importers_of(CLOCKS, *MAY_READ_CLOCKS) == []
     assert importers_of(POOLS, *MAY_START_THREADS, *TRANSPORTS) == []
     wrong = []
     for path in MODULES:
         if {room_of(path), path.as_posix()} & {*MAY_START_THREADS, *TRANSPORTS}:
             continue
-        # As the type of something, a Thread may be named: what counts is the call.
+        # A Thread may be named as a type; only calls count.
         made = {ast.unparse(n.func) for n in ast.walk(ast.parse(source_of(path))) if isinstance(n, ast.Call)}
         taken = {imported.target for imported in imports_of(source_of(path), path)}
         wrong += [f"{path} {name}" for name in (made | taken) & THREADS]
@@ -235,7 +235,7 @@ def test_nothing_turns_bytes_into_code():
     assert importers_of(CODE_FROM_BYTES) == []
 
 
-# Which modules may import what, beside the standard library and FOREIGN.
+# The packages that may import a library outside the standard library and FOREIGN.
 MAY_IMPORT = {
     "cli": {"click", "rich"},
     "pytorch": {"torch"},
@@ -264,7 +264,7 @@ def test_foreign_libraries_stay_where_they_belong():
 
 
 def test_nothing_imports_in_a_circle():
-    """Of what runs at load time; a circle works only by the luck of who comes first."""
+    """Considers imports at load time; a cycle works only if the right module happens to be imported first."""
     graph: dict[str, set[str]] = {}
     names = {".".join(("unisono", *path.with_suffix("").parts)).removesuffix(".__init__") for path in MODULES}
     for path in MODULES:
@@ -280,7 +280,7 @@ def test_nothing_imports_in_a_circle():
         assert name not in trail, " -> ".join((*trail, name))
         if name not in done:
             for other in sorted(graph[name]):
-                # A package that imports its modules is not above them.
+                # A package that imports its own modules is no cycle.
                 if not name.startswith(f"{other}."):
                     visit(other, (*trail, name))
             done.add(name)
@@ -289,7 +289,7 @@ def test_nothing_imports_in_a_circle():
         visit(name, ())
 
 
-# -- the reader itself -----------------------------------------------------------------------------------
+# -- the parser of imports -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def test_the_reader_lets_pass_what_points_down(where, source):
     assert faults(Path(where), source) == []
 
 
-# -- what an import brings -------------------------------------------------------------------------------
+# -- modules that an import loads ------------------------------------------------------------------------
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -354,7 +354,7 @@ def loaded_by(statement: str) -> set[str]:
 
 
 def test_importing_unisono_brings_little():
-    """A program that never simulates, draws or awaits does not pay for it; nor for torch."""
+    """A program that never simulates, draws or awaits does not load the modules for it, nor torch."""
     bare, ours = loaded_by("import numpy, msgspec"), loaded_by("from unisono import init")
     unwanted = {
         "torch",

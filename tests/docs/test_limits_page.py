@@ -1,4 +1,4 @@
-"""docs/limits.md lists every default limit, and each has the value that the code has."""
+"""docs/limits.md lists every default limit with the value in the code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def in_words(text: str) -> float | None:
 
 
 def in_code(name: str) -> Any:
-    """A constant or a default: `module.NAME`, `Dataclass.field` or `function(argument)`."""
+    """The value of a constant or default: `module.NAME`, `Dataclass.field` or `function(argument)`."""
     if ".cpp:" in name:
         return in_engine(*name.split(":"))
     path, argument = re.fullmatch(r"([\w.]+)(?:\((\w+)\))?", name).groups()  # type: ignore[union-attr]
@@ -48,7 +48,7 @@ def in_code(name: str) -> Any:
 
 
 def in_engine(file: str, name: str) -> float:
-    """A constant of the engine: a product of numbers, and of units of time."""
+    """The value of a constant of the engine: a product of numbers and units of time."""
     text = re.search(rf"constexpr \S+ {name} = ([^;]+);", (ROOT / file).read_text())
     assert text is not None, f"{name} is no longer in {file}"
     units = {"second": 1.0, "millisecond": 1e-3}

@@ -23,7 +23,7 @@ def test_every_table_of_the_engine_is_drawn() -> None:
 
 @pytest.mark.parametrize(("header", "table"), [each[:2] for each in MACHINES])
 def test_every_row_of_a_table_is_read(header: str, table: str) -> None:
-    """As many as the source has between the braces of this table."""
+    """The number of rows is that in the braces of the table in the source."""
     text = (ROOT / header).read_text()
     begin = text.index(f" {table}")
     ends = [text.find(end, begin) for end in ("});", "}};")]

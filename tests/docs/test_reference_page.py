@@ -1,4 +1,4 @@
-"""docs/reference.md is what tools/reference_page.py makes of the docstrings, and leaves nothing out."""
+"""docs/reference.md is the output of tools/reference_page.py, and complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SECURITY.md says which tests stand for which threat: they exist."""
+"""The tests that SECURITY.md names for each threat exist."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Makes the first inputs of every decoder: one message of each kind, as a peer that keeps the rules sends it.
+"""Makes the first inputs of every decoder: one message of each kind, as a correct peer sends it.
 
     python -m tests.fuzz.corpus
 
-Whatever fuzzing finds is added to the folders by hand, under a name that says what it was.
+Inputs that fuzzing finds are added to the folders by hand, under names that say what they showed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def frame(
     flags: int = 0,
     lines: bool = False,
 ) -> bytes:
-    """A frame; in a ring it fills whole lines."""
+    """A frame; in a ring it is padded to whole cache lines."""
     size = -(-(32 + len(body)) // 64)
     word = kind | flags << 8 | (size << 16 if lines else 0)
     whole = struct.pack("<IBBHQQQ", word, dtype, 0, header, context, tag, nbytes) + body
@@ -67,7 +67,7 @@ def frame(
 
 
 def frames(lines: bool) -> dict[str, bytes]:
-    """Frames that fit what the harness has under way."""
+    """Frames that fit the operations that the harness has under way."""
     rendezvous_id = struct.pack("<Q", FIRST_RENDEZVOUS_ID)
     rts = rendezvous_id + struct.pack("<Q", 0x1000)
 
@@ -99,7 +99,7 @@ def frames(lines: bool) -> dict[str, bytes]:
 
 
 def all_seeds() -> dict[str, dict[str, bytes]]:
-    """Per decoder: name and bytes."""
+    """The inputs of every decoder, by name."""
     hello = struct.pack("<8sIIIIBBB5xQ32s", b"unisono\n", 2, 2, 1, 0, 0, 0, 0, 256 * 1024, NONCE)
     client = protocol.JoinClient(TOKEN, protocol.NO_BINDING, NONCE)
     request = protocol.Request(
@@ -200,7 +200,7 @@ def all_seeds() -> dict[str, dict[str, bytes]]:
 
 
 def _calls(*words: str) -> bytes:
-    """As the decoder `mismatch` reads them: calls that differ, one of them forgotten."""
+    """Input of the decoder `mismatch`: calls that differ, one of them without its words."""
     records = [
         fingerprint_of("all_gather", described(DTYPES["int32"], (6,), (2 + rank, 3)), None, "ring", 0, 0, ())
         for rank in range(len(words))
@@ -210,7 +210,7 @@ def _calls(*words: str) -> bytes:
 
 
 def _in_parts(head: bytes, blobs: list[memoryview]) -> bytes:
-    """As the decoder `parts` reads them."""
+    """Input of the decoder `parts`."""
     pieces = [head, *blobs]
     lengths = [struct.pack("<H", len(piece)) for piece in pieces[:-1]]
     return b"".join([bytes([len(lengths)]), *lengths, *pieces])

@@ -1,9 +1,10 @@
-"""Fuzzing what Python reads from others: tickets, joins, control messages, cards and the typed codec.
+"""Fuzzes the decoders in Python: tickets, joins, control messages, cards and the typed codec.
 
     python -m tests.fuzz.decoders [inputs] [seed] [decoder ...]
 
-Each input is a seed of tests/corpus/<decoder>, changed at random and the same again for the same number. A
-decoder gives a value or one of the errors it names; anything else, and memory that grows, is a failure.
+Each input is a file of tests/corpus/<decoder>, changed at random; the same seed gives the same inputs. A
+decoder returns a value or raises one of its named errors; anything else is a failure, and so is growing
+memory.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def ticket(data: bytes) -> None:
 
 
 def join(data: bytes) -> None:
-    """Both sides of a join; the first byte says how far it has come."""
+    """Both sides of a join; the first byte selects the step of the protocol."""
     mode, rest = (data[0] % 6 if data else 0), data[1:]
     client = protocol.JoinClient(TOKEN, protocol.NO_BINDING, NONCE)
     server = protocol.JoinServer(TOKEN, protocol.NO_BINDING, NONCE)
@@ -67,14 +68,14 @@ def join(data: bytes) -> None:
 
 
 def control_message(data: bytes) -> None:
-    """What ranks tell each other beside the data."""
+    """A control message."""
     message = decode(data)
     if isinstance(message, GroupFailure):
         str(message.error(3))
 
 
 def mismatch(data: bytes) -> None:
-    """The calls of ranks in one report: of each its record, and its words after a byte with their length."""
+    """The calls of ranks in one report: for each its record, a length byte and the words."""
     found, rank = Mismatch(9), 0
     while len(data) > FINGERPRINT_BYTES:
         record, length, data = (
@@ -90,18 +91,18 @@ def mismatch(data: bytes) -> None:
 
 
 def card(data: bytes) -> None:
-    """How to reach a rank."""
+    """A card."""
     card_of(data)
 
 
 def typed(data: bytes) -> None:
-    """An object of the typed codec, in memory that arrays keep and in memory that they do not."""
+    """An object of the typed codec, in memory that arrays may keep, and in memory that they must copy."""
     for given in (data, bytearray(data)):
         codec.unpack(given)
 
 
 def parts(data: bytes) -> None:
-    """The same in parts: the lengths of the head and of each blob but the last, each a u16, come first."""
+    """The same in parts: first the lengths of the head and of each blob but the last, each a u16."""
     count = data[0] % 8 if data else 0
     rest, pieces = data[1 + 2 * count :], []
     for i in range(count):
@@ -114,7 +115,7 @@ def parts(data: bytes) -> None:
 
 
 def frame(data: bytes) -> None:
-    """What agents say to each other, and the memory that they ask for."""
+    """A frame of an agent, and the memory that it asks for."""
     said = open_frame(data)
     if said.blob_bytes >= 1 << 20:
         return
@@ -142,7 +143,7 @@ def seeds(name: str) -> list[bytes]:
 
 
 def feed(name: str, data: bytes) -> None:
-    """Let a decoder read; it may refuse, but in no other way than it says."""
+    """Run a decoder, which may raise only its named errors."""
     decode, refusals = DECODERS[name]
     try:
         decode(data)
@@ -151,7 +152,7 @@ def feed(name: str, data: bytes) -> None:
 
 
 def mutated(corpus: list[bytes], rng: random.Random) -> Iterator[bytes]:
-    """Changed seeds without end."""
+    """Changed inputs without end."""
     while True:
         data = bytearray(rng.choice(corpus))
         for _ in range(rng.randrange(5)):

@@ -14,7 +14,7 @@ _GOODBYE = short(GOODBYE, value=("",))
 
 
 def corpus() -> list[bytes]:
-    """One frame of every kind, and of every way in which a value travels."""
+    """One frame of every kind, and of every form in which a value is sent."""
     plain = ((1, "two", 3.0, None, b"4"), {})
     rare = ((np.arange(5), (1, 2)), {"k": 2**70})
     blobs = ((np.arange(50_000), np.arange(3), "ü" * 20_000), {})
@@ -64,7 +64,7 @@ def fill(memory: list[memoryview], draw: random.Random) -> None:
 
 
 def mutated(draw: random.Random, seeds: list[bytes]) -> bytes:
-    """A frame with bytes changed, cut, doubled or mixed with another's; never a valid goodbye."""
+    """A frame with bytes changed, cut, duplicated or mixed with another frame's; never a valid goodbye."""
     data = bytearray(draw.choice(seeds))
     for _ in range(draw.randrange(1, 4)):
         at = draw.randrange(len(data)) if data else 0

@@ -1,7 +1,7 @@
-"""Whole communicators under random faults: every rank gets right results or PeerLost, and all ranks end.
+"""Communicators under random faults: every rank gets right results or PeerLost, and all ranks end.
 
-The random programs are the same on all ranks, so only faults can go wrong: no mismatch, no deadlock, no
-foreign error.
+The random program is the same on all ranks, so only faults may cause errors: never a mismatch, a deadlock or
+another error.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def seeds(number: int) -> pytest.MarkDecorator:
 
 
 def survive(comm: uni.Communicator, seed: int, ends: dict[int, float]) -> Any:
-    """Run random collectives until one fails: the error. Note when this rank got it, or died."""
+    """Run random collectives until one fails; return the error. Note when this rank got it, or died."""
     rng = random.Random(seed)
     try:
         for turn in range(400):
@@ -35,7 +35,7 @@ def survive(comm: uni.Communicator, seed: int, ends: dict[int, float]) -> Any:
 
 
 def survive_and_leave(comm: uni.Communicator, seed: int, ends: dict[int, float]) -> Any:
-    """The same in a block that the error leaves."""
+    """The same inside `with comm`, which the error leaves."""
     with comm:
         error = survive(comm, seed, ends)
         raise error or AssertionError("no rank died")
@@ -44,7 +44,7 @@ def survive_and_leave(comm: uni.Communicator, seed: int, ends: dict[int, float])
 @pytest.mark.parametrize("live", [survive, survive_and_leave])
 @seeds(64)
 def test_every_survivor_learns_which_rank_died(seed: int, live: Any) -> None:
-    """The error names no other rank, although others leave because of it; completed results are right."""
+    """The error names no other rank, although others leave after the death; completed results are right."""
     rng = random.Random(f"victims {seed}")
     size = rng.randint(2, 8)
     victim = rng.randrange(size)

@@ -1,4 +1,4 @@
-"""A seed repeats a simulation exactly; random programs under faults end with the right data or an error."""
+"""A seed repeats a simulation exactly; random programs under faults end with right data or an error."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from unisono.simulation import (
 class Chaos:
     """A random program with a random network and random faults, all from one seed.
 
-    Every rank sends its messages with pauses between them and receives all that are meant for it, some by
-    source and tag, some by wildcard. A message tells who it is and repeats it to its end.
+    Every rank sends its messages with pauses in between, and receives all messages to it, some by source and
+    tag, some by wildcard. The payload of a message is its own identity, repeated.
     """
 
     def __init__(self, seed: int, with_faults: bool = True) -> None:
@@ -88,10 +88,10 @@ class Chaos:
         return [bytes(request.data or b"") for request in receives]
 
     def check(self, result: SimResult) -> None:
-        """A rank that got through got everything, whole and in order."""
+        """A rank that completed its program has received every message, complete and in order."""
         for rank, received in enumerate(result.results):
             if isinstance(received, BaseException):
-                # Only a receive from any source may wait in vain: a lost rank does not end it.
+                # Only a receive from any source may wait without end: a lost rank does not end it.
                 allowed = (PeerLost, Killed, Deadlock) if self.use_wildcards else (PeerLost, Killed)
                 assert isinstance(received, allowed), received
                 continue

@@ -1,4 +1,4 @@
-"""`uni.simulate`: whole communicators in virtual time, on good days and bad."""
+"""`uni.simulate`: communicators in virtual time, with and without faults."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ramp(count: int, rank: int) -> Any:
 
 
 def reduce_often(world: uni.Communicator, rounds: int, count: int = 1021) -> Any:
-    """Reduce a ramp again and again, a tenth of a second apart; every result is checked."""
+    """Reduce a ramp every tenth of a second, and check every result."""
     expected = sum(ramp(count, rank) for rank in range(world.size))
     for _ in range(rounds):
         assert np.array_equal(world.all_reduce(ramp(count, world.rank)), expected)
@@ -31,7 +31,7 @@ def reduce_often(world: uni.Communicator, rounds: int, count: int = 1021) -> Any
 
 
 def outcomes(result: Any) -> list[Any]:
-    """Each rank's result, or the type of its error and the ranks it names."""
+    """The result of each rank, or the type of its error and the ranks that it names."""
     return [
         (type(r), getattr(r, "ranks", None)) if isinstance(r, BaseException) else r for r in result.results
     ]
@@ -112,7 +112,7 @@ def test_a_rank_may_die_at_any_step(algorithm: str) -> None:
         is_dead = isinstance(result.results[1], Killed)
         deaths += is_dead
         for rank, outcome in enumerate(outcomes(result)):
-            # A rank that needed nothing more from the dead rank got through.
+            # A rank that needed nothing more from the dead rank completed the call.
             if rank != 1:
                 assert outcome in ("through", (uni.PeerLost, (1,))), (step, rank, outcome)
         if not is_dead:
@@ -138,7 +138,7 @@ def test_leftovers_of_a_rank_that_gave_up_are_no_mismatch(step: int) -> None:
     def program(world: uni.Communicator) -> None:
         world.all_reduce(ramp(10_000, world.rank), algorithm="ring")
 
-    # Rank 1 learns of the death while rank 2 stands still, withdraws what can be withdrawn, and leaves.
+    # Rank 1 learns of the death while rank 2 is paused, withdraws its pending messages, and leaves.
     network = Network(1e-5, 1e8, 1e-3)
     faults = [Kill(0, 0.1), Pause(2, for_s=2.0, at_step=step)]
     result = uni.simulate(program, 3, seed=3067, network=network, faults=faults)

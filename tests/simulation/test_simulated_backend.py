@@ -1,4 +1,4 @@
-"""The simulator below communicators: time, order, credit, faults and endings, against the model's numbers.
+"""The simulated backend without communicators: time, order, credit, faults and endings in exact numbers.
 
 Latency and speed are powers of two, so that every time is exact in binary.
 """
@@ -43,7 +43,7 @@ KIB = 1024
 
 
 class Rank:
-    """A backend with verbs that wait."""
+    """A backend with blocking verbs."""
 
     def __init__(self, backend: SimBackend) -> None:
         self.backend = backend
@@ -242,7 +242,7 @@ def test_sends_beyond_the_credit_wait_for_their_receives() -> None:
         return [me.recv(0)[0] for _ in range(6)]
 
     result = simulated(by_rank(send, receive), 2, config=config)
-    # Three KiB and their envelopes fit into four, a fourth does not.
+    # Three messages of 1 KiB with their envelopes fit into 4 KiB of credit, a fourth does not.
     assert result.results == [([True] * 3 + [False] * 3, True), list(range(6))]
 
 
@@ -570,7 +570,7 @@ def test_silence_of_exactly_the_limit_is_fatal_and_less_is_not() -> None:
     config = Config(silence_s=2.0)
     assert simulated(look, 2, faults=[Pause(1, 1.0, 2.0)], config=config).results == [[1], [0]]
     assert simulated(look, 2, faults=[Pause(1, 1.0, 2.0 - 2**-20)], config=config).results == [[], []]
-    # A pause and a cut that overlap are one silence.
+    # A pause and a cut that overlap count as one silence.
     faults = [Pause(1, 1.0, 1.25), Drop(1, 0, 2.0, 1.5)]
     assert simulated(look, 2, faults=faults, config=config).results == [[1], [0]]
 
@@ -653,7 +653,7 @@ def test_links_and_partitions_can_fail_at_a_step() -> None:
     assert simulated(by_rank(send, receive), 2).results[0] == [2 * LATENCY, 4 * LATENCY]
     drop = Drop(0, 1, for_s=1.0, at_step=2)
     assert simulated(by_rank(send, receive), 2, faults=[drop]).results[0][1] == 2 * LATENCY + 1 + 2 * LATENCY
-    # The second send is the third operation of all: a receive and a send came before.
+    # The second send is the third operation: a receive and a send come before.
     cut = Partition([[0], [1]], for_s=1.0, at_step=3)
     assert simulated(by_rank(send, receive), 2, faults=[cut]).results[0][1] == 2 * LATENCY + 1 + 2 * LATENCY
 

@@ -1,4 +1,4 @@
-"""What a user may ask of a simulation, and what is refused before anything runs."""
+"""The arguments of a simulation, and values that are refused before it runs."""
 
 from __future__ import annotations
 

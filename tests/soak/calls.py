@@ -1,4 +1,4 @@
-"""The large mixed run of calls, in every way and with any value: 8 ranks, 64 threads, 10^5 calls each.
+"""The large mixed run of calls, in every form and with any value: 8 ranks, 64 threads, 10^5 calls each.
 
 python -m tests.soak.calls [calls] [kinds...]
 """

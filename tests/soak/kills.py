@@ -1,10 +1,10 @@
-"""Ranks killed at random: eight at a time compute, some of them die, and the others are asked what they saw.
+"""Ranks killed at random: worlds of eight ranks compute, some ranks die, and the survivors are checked.
 
     python -m tests.soak.kills.kills [kills] [seed]
 
-A world runs random collectives whose values are checked, by Python and on the hot path. One to five of its
-ranks get SIGKILL, at a random moment or while they still greet each other. Every survivor must end with
-PeerLost, in the end naming exactly the dead, and nothing may be left: no process, no file, no shared memory.
+A world runs random collectives on the slow and the fast path, and checks their values. One to five of its
+ranks get SIGKILL at a random moment, or during the handshakes. Every survivor must end with PeerLost, whose
+last report names exactly the dead ranks, and no process, file or shared memory may be left.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from unisono.messaging.backend import Backend
 
 SIZE = 8
 NATIVE = [kind for kind in KINDS if kind not in BINDERS]
-HEARD_WITHIN_S = 1.0  # half a second, and as much for noise
+HEARD_WITHIN_S = 1.0  # twice the documented 0.5 s
 CONFIGS = (
     {},
     {"segment_bytes": 1024, "eager_bytes": 128, "eager_credit_bytes": 1024, "window_segments": 2},
@@ -40,7 +40,7 @@ CONFIGS = (
 
 
 def live(backend: Backend, pipe: Connection, seed: int) -> tuple[tuple[int, ...], float]:
-    """Compute until a rank dies, and report it; return the dead ranks, and how long the report took."""
+    """Compute until a rank dies, and report that; return the dead ranks, and the seconds until the report."""
     rng, metronome = random.Random(seed), Metronome()
     began = time.monotonic()
     with Communicator.world(backend) as comm:
@@ -68,7 +68,7 @@ def live(backend: Backend, pipe: Connection, seed: int) -> tuple[tuple[int, ...]
 
 
 def known_calls(comm: Communicator, rng: random.Random) -> None:
-    """The same call again and again: the engine knows it by then, and runs it without Python."""
+    """Repeat one call, which the engine then runs on the fast path, without Python."""
     count, rank, size = rng.choice((1, 700, 20_000)), comm.rank, comm.size
     ramp = np.arange(count, dtype=np.int64)
     for turn in range(rng.randrange(20)):
@@ -81,9 +81,9 @@ def kill_some(seed: int, most: int, kind: str = "") -> int:
     rng = random.Random(f"kills {seed}")
     chosen, config = rng.choice(NATIVE), Config(**rng.choice(CONFIGS))
     kind = kind or chosen
-    size = 4 if kind in BINDERS else SIZE  # of those that take a second each to start
+    size = 4 if kind in BINDERS else SIZE  # of backends whose ranks take a second to start
     victims = rng.sample(range(size), min(most, size - 1, rng.choice((1, 1, 2, 3, 5))))
-    # Ranks of other libraries connect by means of their own: a rank that dies meanwhile is a RendezvousError.
+    # Foreign libraries connect ranks by themselves: a rank that dies meanwhile is a RendezvousError.
     is_early = rng.random() < 0.2 and kind not in BINDERS
     what = f"seed {seed}: {kind}, {victims} killed{' early' if is_early else ''}"
     with forked(lambda backend, pipe: live(backend, pipe, seed), size, kind=kind, config=config) as ranks:
@@ -112,7 +112,8 @@ def kill_some(seed: int, most: int, kind: str = "") -> int:
             assert ranks.code(rank) == 0, what
         for victim in victims:
             assert ranks.code(victim) == -signal.SIGKILL, what
-        # Survivors clean up after the dead of their host; where a whole host died, its launcher does.
+        # Survivors remove the files of dead ranks of their host; if all ranks of a host died, its launcher
+        # does.
         hosts = [KINDS[kind](rank).get("host") for rank in range(size)]
         hosts_alive = {hosts[rank] for rank in survivors}
         sockets = [name for name in os.listdir(ranks.folder) if name.endswith(".sock")]
