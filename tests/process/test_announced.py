@@ -1,4 +1,4 @@
-"""Verbs whose ranks do not know each other's lengths: short ones, long ones, in the engine and beside it."""
+"""Verbs whose ranks do not know each other's lengths: short and long parts, in the engine and in Python."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DTYPES = ("uint8", "float32", "complex128")
 
 
 def array(dtype: str, length: int, rank: int, width: int | None = None) -> np.ndarray[Any, Any]:
-    """Elements that depend on rank and place."""
+    """Elements that depend on rank and index."""
     count = length * (1 if width is None else width)
     flat = ((np.arange(count) * 7 + rank * 31) % 113).astype(dtype)
     return flat if width is None else flat.reshape(length, width)
@@ -45,7 +45,7 @@ def alike(got: Any, wanted: Any) -> bool:
 
 
 def lengths_around_rows(size: int, dtype: str, width: int | None, parts: int) -> list[int]:
-    """Nothing, a few, the last that fit into a row and the first that do not, and many."""
+    """Zero, a few, the most that fit into a row, one more, and many."""
     free = row_bytes(size, parts) - 8 - 8 * (parts + (0 if width is None else 1))
     fit = free // (np.dtype(dtype).itemsize * (width or 1) * parts)
     return [0, 1, 5, fit, fit + 1, 5 * fit + 3]
@@ -98,7 +98,7 @@ def all_to_all_v(
 
 
 def memory_for(parts: list[np.ndarray[Any, Any]], *, is_row: bool) -> list[np.ndarray[Any, Any]]:
-    """`out=` for these parts: in a row, or each by itself."""
+    """`out=` for these parts: contiguous, or each in its own memory."""
     if not is_row:
         return [np.full_like(part, 99) for part in parts]
     whole = np.full_like(np.concatenate(parts), 99)
@@ -109,7 +109,7 @@ def into(verb: Verb, *, is_row: bool) -> Verb:
     """The same verb with `out=`."""
 
     class Filling:
-        """Its verbs wait for what is wanted, which tells the lengths that come."""
+        """A communicator whose verbs get `out=` of the lengths in the expected result."""
 
         def __init__(self, verbs: Any) -> None:
             self.verbs = verbs
@@ -170,7 +170,7 @@ def all_to_all_object(verbs: Any, comm: Communicator, _: str, length: int, __: i
 
 def all_reduce_object(verbs: Any, comm: Communicator, _: str, length: int, __: int | None) -> tuple[Any, Any]:
     def joined(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-        a["more"].append(b["rank"])  # a copy: it may be changed
+        a["more"].append(b["rank"])  # a copy, because a fold may change its first object
         return {**a, "text": a["text"] + b["text"], "rank": a["rank"] * 10 + b["rank"]}
 
     wanted = functools.reduce(joined, [value(rank, length) for rank in range(comm.size)])
@@ -212,11 +212,11 @@ def cases(size: int) -> list[tuple[Verb, str, int, int | None]]:
 
 
 def closed(comm: Communicator, is_closed: bool) -> None:
-    """Let the next call of this rank take the reference path, or the engine's."""
+    """Let the next call of this rank take the reference path, or the fast path."""
     comm._group.call_log.fast_path_open = not is_closed
 
 
-# -- the right answer -------------------------------------------------------------------------------------
+# -- right results ----------------------------------------------------------------------------------------
 
 
 @every_kind
@@ -291,7 +291,7 @@ def test_memory_that_cannot_be_filled_is_refused_before_anything_is_sent(world: 
 def test_a_scatter_of_tensors_into_memory_of_the_receivers_runs_in_the_engine(
     world: MakeWorld, kind: str
 ) -> None:
-    """What a receiver would have to make of a tensor does not matter where it has given the memory."""
+    """A receiver that passes its own memory need not know how to make a tensor."""
     comms = world(3, kind, **NO_STALL)
 
     def program(comm: Communicator) -> Notes:
@@ -338,7 +338,7 @@ def test_a_scatter_of_tensors_and_of_viewed_arrays_runs_in_the_engine(world: Mak
                 notes.expect(
                     type(got) is type(rows) and alike(got, rows[comm.rank]), True, f"v {length} {what}"
                 )
-                # Each of a call's stages ends in the engine.
+                # Every stage of a call ends in the engine.
                 notes.expect(native.ended - before >= 2, True, f"{length} of {what} in the engine")
         notes.expect(native.adopted, 0, "adopted")
         return notes
@@ -435,7 +435,7 @@ def test_kinds_of_arrays_come_back_as_they_were_given(world: MakeWorld, kind: st
 
 
 def test_a_started_call_that_nobody_waits_for_moves_everything(world: MakeWorld) -> None:
-    """The second stage begins without the user's threads."""
+    """The second stage begins without a thread of the user."""
     comms = world(2, "shm")
     ended = [threading.Event() for _ in comms]
     works = []
@@ -548,7 +548,7 @@ def test_an_out_that_does_not_fit_is_an_error_on_its_rank(world: MakeWorld, kind
 def test_rows_of_any_bytes_break_nothing(
     world: MakeWorld, kind: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One rank lies: the others get an error, or arrays, but no memory of others and no crash."""
+    """One rank announces random bytes: others get an error or arrays, but no foreign memory and no crash."""
     comms, chance = world(2, kind), random.Random(seed)
     real = Announcement.encoded
 

@@ -1,4 +1,4 @@
-"""Deadlocks between processes: an error where no rank can end the waits, and only there."""
+"""Deadlocks between processes: an error if no rank can end the waits, and only then."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from unisono.comm.deadlock import ANY_TAG, RankState, Wait, cycle_of, deadlocked
 from unisono.config import Config
 
 QUICK = Config(deadlock_after_s=0.5, stall_query_s=0.1)
-LONG = 1 << 17  # float64: too long to be sent before it is asked for
+LONG = 1 << 17  # float64: beyond the eager limit
 
-# -- what a deadlock is ----------------------------------------------------------------------------------
+# -- the decision ----------------------------------------------------------------------------------------
 
 
 def recv(number: int, *peers: int, tag: int = 0, **rest: Any) -> Wait:
@@ -50,9 +50,9 @@ def test_a_cycle_of_waits_is_a_deadlock_and_so_is_a_wait_for_it():
     [
         RankState(1, (recv(2, 0),), helpers=("thread worker",)),
         RankState(1, (recv(2, 0, is_limited=True),)),
-        RankState(1, (recv(2, 2),)),  # waits for a rank that works
-        RankState(1, (recv(2, 0), recv(3, 2))),  # one of its threads does
-        RankState(1, (recv(2, 0),), sends=((7, 0, 0),)),  # the message is on its way
+        RankState(1, (recv(2, 2),)),  # waits for a rank that does not wait
+        RankState(1, (recv(2, 0), recv(3, 2))),  # one of its threads does not wait
+        RankState(1, (recv(2, 0),), sends=((7, 0, 0),)),  # the message is already sent
         RankState(1, (recv(2, 0, 2, is_any=True),)),
         RankState(1, ()),
     ],
@@ -97,7 +97,7 @@ def of_any(comm: Communicator) -> None:
 
 
 def mixed(comm: Communicator) -> None:
-    """One sends what nobody receives; the next waits for what nobody sends."""
+    """One rank sends a message that is not received; the next waits for a message that is not sent."""
     if comm.rank == 0:
         comm.send(np.ones(LONG), 1, tag=1)
     elif comm.rank == 1:
@@ -111,7 +111,7 @@ def collective(comm: Communicator) -> None:
 
 
 def on_groups(comm: Communicator) -> None:
-    """Two groups, in another order."""
+    """Collectives on two groups, in different orders."""
     groups = [comm.split(0), comm.split(0)]
     for group in groups if comm.rank == 0 else groups[::-1]:
         assert group is not None
@@ -119,7 +119,7 @@ def on_groups(comm: Communicator) -> None:
 
 
 def started(comm: Communicator) -> None:
-    """A started operation under way helps nobody if it fits nothing."""
+    """A started operation ends no wait if it matches none."""
     other = comm.start.recv(np.empty(3), (comm.rank + 1) % comm.size, tag=77)
     try:
         comm.start.send(np.ones(LONG), (comm.rank + 1) % comm.size).wait()
@@ -128,7 +128,7 @@ def started(comm: Communicator) -> None:
 
 
 def joined(comm: Communicator) -> None:
-    """The main thread waits for the one that waits."""
+    """The main thread joins the thread that waits."""
     errors: list[BaseException] = []
 
     def work() -> None:
@@ -171,7 +171,7 @@ def check_deadlock(results: list[Any], words: str) -> None:
     for kind, text, _ in results:
         assert kind == "Deadlock", text
         assert "no rank can go on" in text
-    # The first caller has waited for deadlock_after_s; the others may have come later.
+    # The first caller has waited for deadlock_after_s; the others may have called later.
     assert max(elapsed_s for _, _, elapsed_s in results) >= 0.45
 
 
@@ -205,17 +205,17 @@ def test_receives_under_way_beside_a_deadlock_stay_in_the_engine():
             comm.send(np.ones(1), other, 100 + i)
         uni.wait_all(works)
         adopted = comm._group.native.adopted
-        comm.barrier()  # what waits for one that leaves is adopted, too
+        comm.barrier()  # a wait for a rank that leaves is adopted, too
         return kind, adopted
 
     assert run_processes(program, 2, config=QUICK) == [("Deadlock", 1)] * 2
 
 
-# -- and not where it is not certain ---------------------------------------------------------------------
+# -- no error where it is not certain --------------------------------------------------------------------
 
 
 def late(comm: Communicator) -> None:
-    """Rank 0 works in Python, and comes."""
+    """Rank 0 computes in Python, and then makes its call."""
     if comm.rank == 0:
         time.sleep(1.6)
         comm.send(np.ones(LONG), 1)
@@ -224,7 +224,7 @@ def late(comm: Communicator) -> None:
 
 
 def another_thread(comm: Communicator) -> None:
-    """A thread that knows nothing of the wait opens it."""
+    """Another thread, which does not wait, sends the message."""
     helper = threading.Timer(1.6, lambda: comm.send(np.ones(3), 1 - comm.rank))
     helper.start()
     comm.recv(np.empty(3), 1 - comm.rank)
@@ -232,7 +232,7 @@ def another_thread(comm: Communicator) -> None:
 
 
 def limited(comm: Communicator) -> None:
-    """Rank 0 gives up by itself, and does what rank 1 waits for."""
+    """Rank 0's wait has a deadline, after which it sends what rank 1 waits for."""
     if comm.rank == 0:
         with pytest.raises(uni.DeadlineExceeded):
             comm.recv(np.empty(3), 1, timeout=1.6)
@@ -242,7 +242,7 @@ def limited(comm: Communicator) -> None:
 
 
 def served(comm: Communicator) -> None:
-    """A handler may do it."""
+    """A handler of a remote call sends the message."""
     agent = uni.rpc.Agent(comm)
     comm.barrier()
     if comm.rank == 0:
@@ -255,7 +255,7 @@ def served(comm: Communicator) -> None:
 
 
 def signalled(comm: Communicator) -> None:
-    """The main thread waits without a limit, and a handler of the program wakes it."""
+    """The main thread waits without a limit, and a signal handler of the program sends the message."""
     stop = threading.Event()
     before = signal.signal(signal.SIGUSR1, lambda *_: stop.set())
     server = threading.Thread(target=lambda: comm.recv(np.empty(3), 1 - comm.rank))
@@ -305,7 +305,7 @@ def test_a_cycle_that_is_not_certain_is_logged_once(what):
 
 
 def test_a_long_message_under_way_is_no_deadlock():
-    """Both sides wait for each other all the time, and are checked again and again."""
+    """Both sides wait for each other until the message is complete, and are checked repeatedly."""
     config = Config(deadlock_after_s=0.01, eager_bytes=64)
 
     def program(comm: Communicator) -> int:
@@ -329,4 +329,4 @@ def test_deadlock_detection_can_be_turned_off():
         comm.recv(np.empty(3), 1 - comm.rank, timeout=1.5)
 
     for kind, _, _ in run_processes(ended, 2, program, config=Config(deadlock_after_s=0, stall_query_s=0.1)):
-        assert kind in ("DeadlineExceeded", "PeerLost")  # of a rank that ended a moment earlier
+        assert kind in ("DeadlineExceeded", "PeerLost")  # the goodbye of a rank that ended a moment earlier

@@ -1,4 +1,4 @@
-"""Decisions belong to the shape of a group: groups of one shape share them, and nothing else changes."""
+"""Decisions belong to the shape of a group: groups of one shape share them, with the same results."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def decided(comm: Communicator) -> int:
 
 
 def operand(member: int, step: int, *shape: int) -> np.ndarray[Any, Any]:
-    """What a world rank contributes: whole numbers, other ones at every place."""
+    """The contribution of a world rank: whole numbers that differ by index."""
     count = int(np.prod(shape))
     return (np.arange(count) * 7 + member * 131 + step * 17).astype(np.float64).reshape(shape)
 
 
 def call_all(comm: Communicator, members: list[int], step: int, algorithm: str = "auto") -> Notes:
-    """Every even verb once, against NumPy; `members` are the world ranks in the order of the group."""
+    """Compare each even verb with NumPy; `members` are the world ranks in the order of the group."""
     notes, rank, size, count = Notes(), comm.rank, len(members), 13
     xs = [operand(member, step, count) for member in members]
     rows = [operand(member, step + 1, size, 3) for member in members]
@@ -54,7 +54,7 @@ def call_all(comm: Communicator, members: list[int], step: int, algorithm: str =
 
 
 def group_of(comm: Communicator, members: list[int]) -> Communicator:
-    """A group of all ranks of the world in another order, or of some of them on each of its ranks."""
+    """A group of the world ranks in `order`: all ranks in another order, or some of them."""
     group = comm.split(min(members), members.index(comm.rank))
     assert group is not None
     assert group._group.world_ranks == tuple(members)
@@ -73,7 +73,7 @@ def test_groups_of_one_shape_share_decisions_and_reversed_ones_do_not(world: Mak
             with group_of(comm, members) as group:
                 notes += call_all(group, members, step)
                 notes.check((decided(group) == 0) == is_known, f"{members}: decided {decided(group)}")
-                # A group of a group has its shape, too.
+                # Groups of groups have shapes, too.
                 with group_of_group(group) as inner:
                     notes += call_all(inner, members, step)
                     notes.check(decided(inner) == 0, f"{members} within: decided {decided(inner)}")
@@ -185,7 +185,7 @@ PAIRS: dict[str, tuple[Callable[[Communicator], object], Callable[[Communicator]
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_mismatch_reads_the_same_whoever_has_decided(world: MakeWorld, pair: str) -> None:
-    """On a group that has decided nothing itself, with and without earlier calls of these classes on it."""
+    """On a group without decisions of its own, with and without earlier calls of these classes on it."""
     calls = PAIRS[pair]
 
     def program(comm: Communicator, *, is_known: bool, is_called: bool) -> str:
@@ -195,7 +195,7 @@ def test_a_mismatch_reads_the_same_whoever_has_decided(world: MakeWorld, pair: s
             for call in calls:
                 call(known)
         before = decided(group)
-        error = outcome(lambda: (calls[group.rank](group), group.barrier()))  # known roots run ahead
+        error = outcome(lambda: (calls[group.rank](group), group.barrier()))  # roots of known calls run ahead
         assert isinstance(error, CollectiveMismatch), error
         assert not is_known or before == 0
         return f"{str(error).partition(' during ')[0]}\n{error.report}"

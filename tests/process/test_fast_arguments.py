@@ -1,4 +1,4 @@
-"""Tensors and numbers on the hot path: the same as without it, in kind and in value."""
+"""Tensors and numbers on the fast path: the same types and values as on the slow path."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_tensors_are_reduced_and_moved_as_numpys_arrays_are(world: MakeWorld, ki
 
 @every_kind
 def test_tensors_of_bfloat16_and_parameters_are_seen_like_others(world: MakeWorld, kind: str) -> None:
-    """NumPy has no bfloat16: results are made of its bits."""
+    """NumPy has no bfloat16, so results are made from the bits."""
     comms = world(3, kind, **NO_STALL)
 
     def program(comm: Communicator) -> Notes:
@@ -117,7 +117,7 @@ def test_parts_of_tensors_that_lie_in_a_row_are_seen_where_they_lie(world: MakeW
             whole[0].tolist(), [i + float(comm.rank) for i in range(6)], "the row before is untouched"
         )
         notes.expect(whole[1].tolist(), [2.0 * (6 + i) + 1 for i in range(6)], "a row that was reduced")
-        one = torch.arange(6.0).reshape(3, 2)[:, 1:2][1:2]  # one element: its strides do not count
+        one = torch.arange(6.0).reshape(3, 2)[:, 1:2][1:2]  # one element: its strides do not matter
         notes.expect(comm.all_gather(one).tolist(), [[[3.0]], [[3.0]]], "one element of a column")
         odd = torch.frombuffer(bytearray(range(9)), dtype=torch.uint8)[1:].view(torch.uint8)
         notes.expect(comm.all_gather(odd)[1].tolist(), list(range(1, 9)), "at an odd address")
@@ -238,7 +238,7 @@ def test_numbers_come_back_as_numbers(world: MakeWorld, kind: str) -> None:
 
 
 def test_a_number_an_array_and_a_tensor_meet(world: MakeWorld) -> None:
-    """One value of one type, whatever it comes in: that is no difference between calls."""
+    """One value of one type, in different families of arrays: the calls are equal."""
     comms = world(3)
 
     def program(comm: Communicator) -> Notes:

@@ -1,4 +1,4 @@
-"""Arguments of every ordinary kind stay in the engine: the same answers and refusals as elsewhere."""
+"""Calls with arguments of every ordinary type stay in the engine, with the same results and refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["world"]
 
 
 class Index:
-    """An integer of another package, such as a symbolic one."""
+    """An integer type of another package, such as a symbolic integer."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -130,7 +130,7 @@ def test_an_error_of_the_users_own_integer_is_raised(world: MakeWorld) -> None:
         comm.send(np.ones(1), 1, object())
 
 
-LONG = 2**2000  # beyond a float
+LONG = 2**2000  # too large for a float
 TIMES = [
     60,
     60.0,
@@ -269,7 +269,7 @@ def test_types_that_are_equal_are_the_same(world: MakeWorld, name: str) -> None:
 
     def program(comm: Communicator) -> Notes:
         notes, before = Notes(), ended(comm)
-        for turn in range(3):  # each with new types, whose addresses may be those of old ones
+        for turn in range(3):  # each with new types, which may have the addresses of old types
             x = make([1 + comm.rank, 4 + turn])
             kind = x.dtype
             notes.check(comm.all_reduce(x) is x, "all_reduce gives what it got")
@@ -309,7 +309,7 @@ def test_other_small_types_of_ml_dtypes_are_no_bfloat16(world: MakeWorld) -> Non
 
     def program(comm: Communicator) -> Notes:
         notes = Notes()
-        for _ in range(2):  # also when bfloat16 is known
+        for _ in range(2):  # also once bfloat16 is known
             error = outcome(lambda: comm.all_reduce(np.zeros(2, ml_dtypes.float8_e5m2)))
             notes.check(isinstance(error, UsageError), repr(error))
             notes.check(list(comm.all_reduce(np.ones(2, ml_dtypes.bfloat16))) == [2, 2], "bfloat16")

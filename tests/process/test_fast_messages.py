@@ -1,4 +1,4 @@
-"""Messages on the hot path: the same order, the same answers and the same errors as through Python."""
+"""Messages on the fast path: the same order, results and errors as in Python."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = ["world"]
 
 every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
 TYPES = ("bool", "int8", "uint16", "int32", "int64", "float16", "float32", "float64", "complex128")
-# Eager, at the limit of it, in one piece, in several.
+# Eager, at the eager limit, in one piece, in several pieces.
 COUNTS = (0, 1, 7, 2048, 2049, 100_003)
 
 
 def counts_of(comm: Communicator) -> tuple[int, int]:
-    """Calls that ended on the hot path, and that it gave back to Python."""
+    """The numbers of calls that ended on the fast path, and that Python adopted."""
     hot = comm._group.native
     assert hot is not None
     return hot.ended, hot.adopted
@@ -47,7 +47,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-# -- the right answer -------------------------------------------------------------------------------------
+# -- right results ----------------------------------------------------------------------------------------
 
 
 @every_kind
@@ -73,7 +73,7 @@ def test_what_arrives_is_what_was_sent(world: MakeWorld, kind: str) -> None:
         return notes
 
     assert found(comms, program) == []
-    # A loaded machine may make some of them wait longer than the hot path does.
+    # On a loaded machine some calls may wait for so long that Python adopts them.
     assert all(counts_of(comm)[0] > len(cases) for comm in comms)
 
 
@@ -142,7 +142,7 @@ def test_any_tag_takes_them_as_they_came_and_no_collective(world: MakeWorld) -> 
                 comm.send(np.array([k]), 1, k * 3)
                 comm.broadcast(np.array([-k]))
             else:
-                # The collective's messages are on their way as well.
+                # The messages of the collective are also under way.
                 notes.expect(comm.recv(x, 0, uni.ANY), (0, k * 3, 8), f"status #{k}")
                 notes.expect(x, np.array([k]), f"#{k}")
                 comm.broadcast(x)
@@ -156,7 +156,7 @@ def test_groups_and_threads_do_not_meet(world: MakeWorld) -> None:
     comms = world(4)
 
     def program(comm: Communicator) -> Notes:
-        rows = comm.split(comm.rank // 2, key=-comm.rank)  # numbered backwards
+        rows = comm.split(comm.rank // 2, key=-comm.rank)  # in reverse order
         everyone = comm.sub(range(4))
         assert rows is not None
         notes = Notes()
@@ -281,7 +281,7 @@ def test_a_long_wait_goes_on_in_python_and_gets_the_message(world: MakeWorld, co
     def program(comm: Communicator) -> Notes:
         notes = Notes()
         x = np.zeros(count)
-        # The rank that is to wait calls first; the other calls once Python has adopted the call.
+        # The waiting rank calls first; the other rank calls once Python has adopted that call.
         if comm.rank == 0:
             waiting = comms[1]
             wait_until(lambda: counts_of(waiting)[1] == 1)
@@ -293,7 +293,7 @@ def test_a_long_wait_goes_on_in_python_and_gets_the_message(world: MakeWorld, co
             comm.recv(x, 0)
             notes.expect(x, np.arange(float(count)), "received late")
             if count == 4:
-                comm.send(np.arange(4.0) + 1, 0)  # needs nobody
+                comm.send(np.arange(4.0) + 1, 0)  # needs no other rank
                 is_waiting.set()
             else:
                 watcher = threading.Thread(
@@ -406,7 +406,7 @@ def _interrupted(comm: Communicator) -> list[Any]:
             ended = "interrupted"
         took = seconds()
     striker.join()
-    # The receive is gone, and the message is for the next.
+    # The receive is withdrawn, and the next receive gets the message.
     comm.send(b"go", 1, 9)
     y = np.zeros(4)
     comm.recv(y, 1, 1)

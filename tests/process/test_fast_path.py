@@ -1,4 +1,4 @@
-"""The hot path: known calls run without Python, give the same, and come back to Python on every bad day."""
+"""The fast path: known calls run without Python, with the same results; after failures Python adopts them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ended_hot(comm: Communicator) -> int:
     return hot.ended
 
 
-# -- the right answer -------------------------------------------------------------------------------------
+# -- right results ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.more
@@ -71,7 +71,7 @@ def test_reductions_are_numpys_when_they_are_called_again(world: MakeWorld, kind
 
     assert found(comms, program) == []
     for comm in comms:
-        # Two of three, but for the mean of halves, which is computed in another type.
+        # Two of three calls, except means of 16-bit floats, which are computed in another type.
         assert ended_hot(comm) > len(PAIRS) * len(SIZES)
 
 
@@ -151,7 +151,7 @@ def test_many_calls_in_a_row_keep_their_order(world: MakeWorld) -> None:
 @pytest.mark.more
 @every_kind
 def test_calls_that_take_turns_keep_their_words(world: MakeWorld, kind: str) -> None:
-    """Each call has its own count in its fingerprint, also when it runs without Python."""
+    """The fingerprint of each call has its own count, also when the call runs without Python."""
     comms = world(2, kind)
     orders = [np.random.default_rng(seed).permutation(20) for seed in range(30)]
 
@@ -193,7 +193,7 @@ def test_a_call_from_another_line_is_known_and_shown_with_its_own_line(world: Ma
         assert [each.rpartition(" at ")[2] for each in report] == [f"test_fast_path.py:{line}"] * 2, report
 
 
-# -- some ranks hot, others not ---------------------------------------------------------------------------
+# -- some ranks on the fast path, others not --------------------------------------------------------------
 
 
 def test_algorithms_named_in_one_line_are_distinguished(world: MakeWorld) -> None:
@@ -208,7 +208,7 @@ def test_algorithms_named_in_one_line_are_distinguished(world: MakeWorld) -> Non
             comm.barrier(algorithm="flat")
         return notes
 
-    # Several times: a busy machine may stall some calls until Python adopts them.
+    # Several attempts: on a busy machine some calls may stall until Python adopts them.
     for _ in range(10):
         assert found(comms, program) == []
         if all(ended_hot(comm) >= 2 * 3 * len(names) for comm in comms):
@@ -224,7 +224,7 @@ def test_algorithms_named_in_one_line_are_distinguished(world: MakeWorld) -> Non
 
 
 def test_a_rank_that_takes_the_slow_way_meets_the_others(world: MakeWorld) -> None:
-    """Numbers, subclasses, strided input, other threads and new lines: whatever the others do meanwhile."""
+    """One rank has numbers, subclasses, strided input, other threads, new lines; others make known calls."""
     comms = world(3)
 
     class Own(np.ndarray):
@@ -263,7 +263,7 @@ def test_a_rank_that_takes_the_slow_way_meets_the_others(world: MakeWorld) -> No
 def test_one_decision_serves_only_counts_for_which_all_ranks_decide_the_same(
     world: MakeWorld, slow: int
 ) -> None:
-    """A rank that took the slow way for the first call of a class decides from a later one."""
+    """A rank that took the slow path for the first call of a class decides at a later call."""
     comms = world(3)
     counts = (0, 1, 2, 3, 4, 5, 8, 9)
 
@@ -369,11 +369,11 @@ def test_what_is_refused_is_refused_after_good_calls_too(world: MakeWorld) -> No
     assert found(comms, program) == []
 
 
-# -- bad days ---------------------------------------------------------------------------------------------
+# -- failures ---------------------------------------------------------------------------------------------
 
 
 def step(comm: Communicator) -> Any:
-    """One line for all: only a call from the same line is the same call."""
+    """One line for all calls, because only calls from the same line are known calls."""
     return comm.all_reduce(np.ones(4))
 
 
@@ -419,7 +419,7 @@ def test_another_collective_is_a_mismatch_never_a_wrong_sum(world: MakeWorld, ot
             error = outcome(lambda: call("all_reduce" if comm.rank else other))
             if comm.rank == 0 and other == "broadcast":
                 assert isinstance(error, np.ndarray | CollectiveMismatch)
-                error = outcome(lambda: call("barrier"))  # a root runs ahead, but only into the next call
+                error = outcome(lambda: call("barrier"))  # a root runs ahead, up to its next call
             assert seconds() < 2
         return [error]
 
@@ -516,10 +516,10 @@ def test_after_a_late_rank_the_next_calls_take_the_fast_path_again(world: MakeWo
         for k in range(3):
             warm(comm)
             if comm.rank == 1:
-                time.sleep(0.2)  # the matter of this test: longer than a stall
+                time.sleep(0.2)  # longer than a stall, which is what is tested
             notes.expect(comm.all_reduce(np.array([comm.rank + k])), np.array([1 + 2 * k]), f"#{k}")
         gained = []
-        for _ in range(20):  # on a loaded machine some calls stall, too
+        for _ in range(20):  # on a loaded machine other calls may stall, too
             before = ended_hot(comm)
             warm(comm)
             gained.append(ended_hot(comm) - before)
@@ -559,7 +559,7 @@ def _interrupted(comm: Communicator) -> list[Any]:
     call_log, sequence, main = comm._group.call_log, comm._group.call_log.next, threading.get_ident()
     hot = comm._group.native
     assert hot is not None
-    before = hot.adopted  # on a busy machine the calls above may have had to wait, too
+    before = hot.adopted  # on a busy machine the calls above may have stalled, too
 
     def strike() -> None:
         while call_log.next == sequence:
@@ -598,7 +598,7 @@ def _hot(comm: Communicator) -> list[int]:
 
 @pytest.mark.parametrize("shm", ["1", "0"], ids=["shm", "tcp"])
 def test_processes_take_the_fast_path(shm: str) -> None:
-    """Python decides once for each class of calls."""
+    """Python makes one decision for each class of calls."""
     for decided, begun, numbers in uni.spawn(
         _hot, 4, env={"UNISONO_SHM": shm, "UNISONO_STALL_QUERY_S": "60"}
     ):

@@ -1,4 +1,4 @@
-"""The two optional fast paths of a backend: asked where they can serve, plans where they cannot."""
+"""A backend's own collectives and its own runs of plans: used where possible, otherwise plans in Python."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unisono.plans.execute import Execution, execute
 
 
 class PlanRunner(LocalBackend):
-    """Runs plans itself (by the reference executor, so the results must be right)."""
+    """A backend that runs plans itself, with the reference executor."""
 
     def __init__(self, hub: Any, rank: int) -> None:
         super().__init__(hub, rank)
@@ -43,7 +43,7 @@ class PlanRunner(LocalBackend):
 
 
 class Adder(LocalBackend):
-    """Has an all_reduce of its own, for float64 sums only."""
+    """A backend with its own all_reduce, for float64 sums only."""
 
     def __init__(self, hub: Any, rank: int) -> None:
         super().__init__(hub, rank)
@@ -57,7 +57,7 @@ class Adder(LocalBackend):
         self.asked.append(problem.collective)
         if problem.collective != "all_reduce" or stage.dtype.name != "float64":
             return None
-        stage.memory[Buf.OUT][:] = 42 + self.rank  # nobody else computes this, so it shows who did
+        stage.memory[Buf.OUT][:] = 42 + self.rank  # no plan gives this result
         request = Request(0)
         request.complete()
         return request
@@ -87,7 +87,7 @@ def test_a_backend_that_runs_plans_gets_all_but_users_operations() -> None:
     check_common(results)
     for _, y, _, _, backend in results:
         assert y.tolist() == [6.0] * 5
-        # Two built-in reductions; a short all_gather_v, and the lengths and the data of a long one; not the
+        # Two built-in reductions; a short all_gather_v; the lengths and the data of a long one. Not the
         # user's product.
         assert backend.ran == ["all_reduce"] * 2 + ["all_gather"] * 3
 

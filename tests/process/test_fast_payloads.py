@@ -1,4 +1,4 @@
-"""Messages of unknown length, objects and probes on the fast path: the same answers as through Python."""
+"""Messages of unknown length, objects and probes on the fast path: the same results as in Python."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["world"]
 
 every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
 EAGER = 16 * 1024
-# Empty, eager, at the limit of it, by rendezvous, in several pieces.
+# Empty, eager, at the eager limit, by rendezvous, in several pieces.
 LENGTHS = (0, 1, 8, 100, EAGER - 1, EAGER, EAGER + 1, 100_003, 5_000_011)
 
 
@@ -59,7 +59,7 @@ def wait_until(is_so: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def reference_path(comm: Communicator) -> Iterator[None]:
-    """Let Python make all calls of a rank."""
+    """Let all calls of a rank take the reference path."""
     log = comm._group.call_log
     log.fast_path_open = log.messages_open = False
     yield
@@ -78,7 +78,7 @@ class Stranger:
 
 
 def things(salt: int) -> list[Any]:
-    """Objects of every kind, on both sides of the limits, and what is out of band in them."""
+    """Objects of every kind on both sides of the limits, with and without blobs."""
     return [
         None,
         salt,
@@ -109,7 +109,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-# -- the right answer -------------------------------------------------------------------------------------
+# -- right results ----------------------------------------------------------------------------------------
 
 
 @every_kind
@@ -133,7 +133,7 @@ def test_bytes_of_any_length_arrive_and_python_has_no_part_in_it(
                 got = receive(other, tag=salt + 50)
                 notes.expect(got, ramp(count, salt + 1), f"back {count}")
             else:
-                # Posted before it comes, or after.
+                # The receive is posted before the message arrives, or after.
                 if salt % 2:
                     comm.probe(other, salt)
                 got = receive(uni.ANY, uni.ANY, timeout=60)
@@ -189,7 +189,7 @@ def test_what_was_sent_may_change_at_once_and_what_came_belongs_to_the_receiver(
             long, short = comm.recv_object(0)
             notes.expect(long, np.arange(100_003.0), "long")
             notes.expect(short, np.arange(10.0), "short")
-            long += 1  # writable, and nobody else's
+            long += 1  # writable, and not shared
             notes.expect(long, np.arange(100_003.0) + 1, "changed")
         return notes
 
@@ -353,7 +353,7 @@ def test_a_message_that_is_no_object_is_a_protocol_error_in_the_same_words(
     with reference_path(comm):
         there = outcome(receive)
     assert without_seconds(here) == without_seconds(there)
-    assert comm.probe(timeout=0) is None  # it was received
+    assert comm.probe(timeout=0) is None  # the message was received
     comm.send_object("good", 0)
     assert comm.recv_object() == "good"
 
@@ -426,7 +426,7 @@ def test_asking_again_and_again_sees_the_message_and_leaves_nothing_behind(world
             looks.append(None)
             assert time.monotonic() < deadline
         notes.expect(status, (0, 3, 3), "status")
-        # No probe of those in vain is left to see a message that comes later.
+        # No unsuccessful probe is left that could match a later message.
         notes.expect(comm.recv_bytes(), b"now", "the message")
         return notes
 
@@ -448,7 +448,7 @@ def test_a_deadline_ends_a_receive_that_then_takes_no_message(world: MakeWorld) 
     assert comm.recv_object(1, 1, timeout=60) == 5
 
 
-# -- what is adopted, cancelled or dropped ----------------------------------------------------------------
+# -- calls that are adopted, cancelled or dropped ---------------------------------------------------------
 
 
 @every_kind
@@ -492,14 +492,14 @@ def test_a_long_wait_goes_on_in_python_and_gets_the_message(
 def test_a_call_that_python_adopts_in_the_midst_of_its_message_gets_all_of_it(
     world: MakeWorld, kind: str
 ) -> None:
-    # Python looks at every call that has not ended after a millisecond; these take several.
+    # Python adopts calls that have not ended after 1 ms; these take several ms.
     comms = world(2, kind, stall_query_s=0.001, stall_log_s=0.001, deadlock_after_s=0)
     count = 30_000_001
     data, array = ramp(count, 1), np.arange(count // 8)
 
     def program(comm: Communicator) -> Notes:
         notes = Notes()
-        for turn in range(40):  # a fast machine may end a few of them before Python looks
+        for turn in range(40):  # on a fast machine a few of them may end before
             if comm.all_reduce(int(turn > 2 and adopted(comms[1]) > 0), "min"):
                 break
             if comm.rank == 0:
@@ -588,7 +588,7 @@ def _die_while_sending(comm: Communicator, folder: str) -> None:
     work = comm.start.recv_object(1, 2)
     Path(folder, "begun").touch()
     errors = [outcome(lambda: comm.recv_bytes(1, 1)), outcome(work.wait), outcome(lambda: comm.probe(1, 3))]
-    # What came in time came whole.
+    # Messages that arrived before the kill are complete.
     lost = [one.ranks if isinstance(one, PeerLost) else len(one) for one in errors]
     Path(folder, "ended").write_text(repr(lost))
 
@@ -623,7 +623,7 @@ def _interrupted(comm: Communicator, verb: str) -> list[Any]:
     except KeyboardInterrupt:
         how = "interrupted"
     striker.join()
-    # The receive is gone, and the message is for the next.
+    # The receive is withdrawn, and the next receive gets the message.
     comm.send_object("go", 1, 9)
     return [how, comm.recv_object(1, 1)]
 

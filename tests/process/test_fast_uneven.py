@@ -1,4 +1,4 @@
-"""reduce_scatter_v and all_reduce_many of native ranks: the engine runs them, and meets the reference."""
+"""reduce_scatter_v and all_reduce_many run in the engine, and match the reference path."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
 
 
 def ended(comm: Communicator) -> int:
-    """How many calls the engine has ended."""
+    """The number of calls that ended in the engine."""
     native = comm._group.native
     assert native is not None
     return native.ended
 
 
 def reference(comm: Communicator) -> ReferenceVerbs:
-    """The verbs as Python makes them."""
+    """The verbs on the reference path."""
     return ReferenceVerbs(comm._group, Splitter(comm._group, lambda: comm))
 
 
 def cuts(size: int) -> list[list[int]]:
-    """Counts with zeros, with one rank that gets all, and long, short, long."""
+    """Counts with zeros, with everything for one rank, and long, short, long."""
     ramp = list(range(size))
     all_to_last = [0] * (size - 1) + [13]
     return [[3] * size, [0] * size, ramp, all_to_last, [41 if r % 2 == 0 else 1 for r in ramp], ramp[::-1]]
@@ -173,7 +173,7 @@ def test_pairs_are_never_separated(world: MakeWorld) -> None:
 @every_kind
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_that_take_the_reference_path_meet_the_engine(world: MakeWorld, kind: str, size: int) -> None:
-    """Both choose the same plan, tags and fingerprint: for all classes of counts, with and without a mean."""
+    """Both paths choose the same plan, tags and fingerprint, for all classes of counts and with a mean."""
     comms = world(size, kind)
     cases = [
         *itertools.product(("float32", "float16"), ("sum", "mean"), cuts(size)),
@@ -252,7 +252,7 @@ def test_lists_of_several_types_and_kinds_give_the_same(world: MakeWorld) -> Non
         return notes
 
     assert found(comms, program) == []
-    # All but the lists of several types.
+    # All calls except the lists of several types.
     assert all(ended(comm) == 3 * 4 for comm in comms)
 
 
@@ -372,7 +372,7 @@ def test_a_call_that_stalls_is_carried_on_by_python(world: MakeWorld) -> None:
         notes = Notes()
         for k in range(3):
             if comm.rank == 1:
-                comm.recv(np.empty(1), 0)  # until rank 0 has waited in vain
+                comm.recv(np.empty(1), 0)  # until rank 0's call has stalled
             work = comm.start.reduce_scatter_v(np.arange(5.0) + comm.rank, [2, 3])
             if comm.rank == 0:
                 notes.check(isinstance(outcome(lambda w=work: w.wait(timeout=0.1)), DeadlineExceeded), "late")

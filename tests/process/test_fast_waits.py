@@ -1,4 +1,4 @@
-"""Messages that wait for long, or beside members that have left, stay in the engine; waits for many do."""
+"""Messages that wait for long or beside members that have left stay in the engine; so do waits for many."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from unisono.errors import DeadlineExceeded, PeerLost
 __all__ = ["world"]
 
 STALL_S = 0.02
-# Python sees a collective soon, a message when it is logged.
+# Python adopts a stalled collective soon, a message once its stall is logged.
 STALLS = {"stall_query_s": STALL_S, "deadlock_after_s": 0}
 
 
 def counts(comm: Communicator) -> tuple[int, int]:
-    """Calls that ended in the engine, and that Python adopted."""
+    """The numbers of calls that ended in the engine, and that Python adopted."""
     native = comm._group.native
     assert native is not None
     return native.ended, native.adopted
@@ -142,7 +142,7 @@ def test_as_completed_gives_many_works_as_they_end(world: MakeWorld, count: int)
             for work in uni.as_completed(list(works)):
                 work.wait()
                 given.append(works[work])
-                comm.send(np.ones(1), 1, count)  # one after another: they trickle in
+                comm.send(np.ones(1), 1, count)  # one after another
             notes.expect(given, order, "each once, as they ended")
             notes.expect(bufs, np.arange(count) + 1.0, "what they received")
         else:
@@ -194,7 +194,7 @@ def test_as_completed_that_is_given_up_observes_nothing_more(world: MakeWorld) -
 
 
 def leave(comms: list[Communicator], who: int) -> None:
-    """One rank closes, and all others have its goodbye."""
+    """Close one rank, and wait until all others have its goodbye."""
     comms[who].close()
     for comm in comms:
         if comm is not comms[who] and not comm._group.is_closed:
@@ -203,7 +203,7 @@ def leave(comms: list[Communicator], who: int) -> None:
 
 def test_messages_between_others_stay_in_the_engine_when_a_member_has_left(world: MakeWorld) -> None:
     comms = world(4, **NO_STALL)
-    comms[3].send(np.array([33.0]), 0, 5)  # before it leaves
+    comms[3].send(np.array([33.0]), 0, 5)  # before the rank leaves
     comms[3].send(np.array([34.0]), 0, 6)
     leave(comms, 3)
 
@@ -227,7 +227,7 @@ def test_messages_between_others_stay_in_the_engine_when_a_member_has_left(world
         return notes
 
     assert found(comms, program) == []
-    # What the one that left has sent is received, and nothing else comes from it.
+    # Earlier messages of the rank that left are received; later receives from it fail.
     buf = np.empty(1)
     assert comms[0].recv(buf, 3, 5).source == 3
     assert buf[0] == 33.0
@@ -259,14 +259,14 @@ def test_a_rank_that_leaves_ends_only_what_waits_for_it(world: MakeWorld) -> Non
     assert (of_one.wait().source, of_any.wait().source) == (1, 1)
     assert (first[0], third[0]) == (4.0, 5.0)
     assert counts(comms[0])[1] == 1
-    # When no rank is left that could send, a receive from any source ends, too.
+    # Once no rank is left that could send, a receive from any source ends, too.
     of_any, of_one = comms[0].start.recv(third, uni.ANY, 3), comms[0].start.recv(first, 1, 1)
     leave(comms, 1)
     for work in (of_any, of_one):
         with pytest.raises(PeerLost):
             work.wait()
     assert isinstance(outcome(lambda: comms[0].recv(first)), PeerLost)
-    # It may still send to itself.
+    # The rank may still send to itself.
     comms[0].sendrecv(np.array([6.0]), 0, first, 0)
     assert first[0] == 6.0
 

@@ -1,4 +1,4 @@
-"""Fifty ranks killed at random, eight at a time: no hang, no wrong value, nobody wrongly blamed."""
+"""Fifty ranks killed at random in worlds of eight: no hang, no wrong value, no wrong rank blamed."""
 
 from __future__ import annotations
 

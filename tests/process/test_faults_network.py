@@ -1,4 +1,4 @@
-"""A living rank is not lost: much data, few cores, a network that is cut for a while, unreachable ports.
+"""A living rank is not declared dead: long messages, few cores, a network cut for a while, closed ports.
 
 docs/failure.md has the table.
 """
@@ -48,7 +48,7 @@ CALLS_MAX = 16  # connect/connector.cpp
 
 
 def receives_in_the_background(kind: str, nbytes: int, silence_s: float) -> None:
-    """Nobody waits for the receive: the engine's own thread brings all of it, and sends the heartbeats."""
+    """No thread waits for the receive: the engine's thread receives all of it, and sends the heartbeats."""
 
     def program(comm: Communicator, pipe: Connection) -> Any:
         comm.barrier()
@@ -56,9 +56,9 @@ def receives_in_the_background(kind: str, nbytes: int, silence_s: float) -> None
             data = np.arange(nbytes // 8, dtype=np.int64)
             comm.send(data, 1)
             return comm.all_reduce(1)
-        into = np.empty(nbytes // 8, np.int64)  # fresh: the system finds a page for each piece as it comes
+        into = np.empty(nbytes // 8, np.int64)  # fresh memory: every piece causes page faults
         work = comm.start.recv(into, 0)
-        work._adopt(False)  # Python sees its end, without looking at the engine
+        work._adopt(False)  # set by Python at the end, without progress of the engine
         while not work._task.is_done():  # `done()` would make progress
             time.sleep(0.02)
         work.wait()
@@ -69,7 +69,7 @@ def receives_in_the_background(kind: str, nbytes: int, silence_s: float) -> None
         assert [ranks.result(rank) for rank in range(2)] == [2, 2]
 
 
-# Where ranks share a host, one that is busy is not taken for dead anyway: so these do not.
+# Ranks on different hosts, because a busy rank on the same host is never declared dead.
 @pytest.mark.parametrize("kind", ["hosts", "hosts tls"])
 def test_heartbeats_go_on_while_a_long_message_comes(kind: str) -> None:
     receives_in_the_background(kind, 512 << 20, 0.3)
@@ -82,7 +82,7 @@ def test_a_started_receive_of_a_gibibyte_loses_nobody(kind: str) -> None:
 
 
 def test_the_error_of_a_long_send_says_how_long_it_took() -> None:
-    """It is met, so nobody can take it back; and then its receiver dies."""
+    """The send has matched, so it cannot be withdrawn; then its receiver dies."""
 
     def program(comm: Communicator, pipe: Connection) -> Any:
         comm.barrier()
@@ -101,7 +101,7 @@ def test_the_error_of_a_long_send_says_how_long_it_took() -> None:
 
     with forked(in_world(program), 2, kind="tcp") as ranks:
         all_ready(ranks)
-        ranks.signal(1, signal.SIGSTOP)  # in the middle: it is silent, and then declared dead
+        ranks.signal(1, signal.SIGSTOP)  # in the middle: the rank is silent, and then declared dead
         said, took = ranks.result(0)
         assert took > 2
         assert abs(said - took) < 1.5
@@ -111,7 +111,7 @@ def test_the_error_of_a_long_send_says_how_long_it_took() -> None:
 
 
 class Ends(list[PeerDown]):
-    """The ends of other ranks, as a rank gets them."""
+    """The ranks that are reported down to a rank."""
 
     def __init__(self, backend: NativeBackend) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Ends(list[PeerDown]):
 
 @pytest.fixture
 def rank_zero(tmp_path: Path) -> Iterator[Callable[..., NativeBackend]]:
-    """Make rank 0 of a world over TCP, which is not connected so far."""
+    """Make rank 0 of a world over TCP, not connected yet."""
     tmp_path.chmod(0o700)
     with contextlib.ExitStack() as stack:
 
@@ -144,7 +144,7 @@ def rank_zero(tmp_path: Path) -> Iterator[Callable[..., NativeBackend]]:
 
 @pytest.fixture
 def busy() -> Iterator[int]:
-    """A process that could always run."""
+    """A process that is always runnable."""
     pid = os.fork()
     if pid == 0:
         while True:
@@ -156,7 +156,7 @@ def busy() -> Iterator[int]:
 
 
 def is_quiet(backend: NativeBackend, ends: Ends, seconds: float) -> bool:
-    """Whether no end is reported for this time, by the engine's own clock."""
+    """Whether no rank is reported down for this time on the engine's own clock."""
     until = time.monotonic() + seconds
     while time.monotonic() < until and not ends:
         time.sleep(0.02)
@@ -203,7 +203,7 @@ def test_a_rank_calls_few_others_at_a_time(rank_zero: Callable[..., NativeBacken
         with pytest.raises(TimeoutError):
             listener.accept()
         listener.settimeout(PATIENCE_S)
-        for caller in callers:  # what is no answer ends a call, and makes room for another
+        for caller in callers:  # an invalid reply ends a call, so that another can begin
             caller.sendall(bytes(64))
         for _ in range(CALLS_MAX):
             stack.enter_context(listener.accept()[0]).sendall(bytes(64))
@@ -218,7 +218,7 @@ def test_ranks_that_answer_nothing_do_not_hold_up_calls_to_others(
     backend = rank_zero(size, silence_s=1.0)
     ends = Ends(backend)
     with (
-        socket.create_server(("127.0.0.1", 0), backlog=64) as stopped,  # the system takes its calls
+        socket.create_server(("127.0.0.1", 0), backlog=64) as stopped,  # the kernel accepts connections to it
         socket.create_server(("127.0.0.1", 0)) as lives,
     ):
         lives.settimeout(PATIENCE_S)
@@ -234,7 +234,7 @@ def test_ranks_that_answer_nothing_do_not_hold_up_calls_to_others(
 @pytest.mark.more
 @pytest.mark.parametrize("kind", ["tls", "quic"])
 def test_64_ranks_with_tls_on_few_cores_lose_nobody(kind: str, request: pytest.FixtureRequest) -> None:
-    # Over QUIC 64 ranks on two slow cores still lose one that is silent: `--long` shows it.
+    # Over QUIC 64 ranks on two slow cores still lose ranks that cannot send in time: `--long` shows it.
     size = 64 if kind == "tls" or request.config.getoption("--long") else 24
 
     def program(comm: Communicator, pipe: Connection) -> bool:
@@ -259,7 +259,7 @@ one_way = [pytest.param((side,), id=f"from {side}", marks=pytest.mark.more) for 
 @pytest.mark.parametrize("kind", ["tcp", "quic"])
 @pytest.mark.parametrize("sides", [both_ways, *one_way])
 def test_a_cut_that_heals_is_survived(hosts: Hosts, sides: tuple[int, ...], kind: str) -> None:
-    """Two seconds, where silence of 2.5 is death: TCP would wait a second more before it tries again."""
+    """2 s, where 2.5 s of silence are death: by itself TCP would retransmit only a second later."""
 
     def enter(rank: int) -> dict[str, Any]:
         hosts.enter(rank)
@@ -309,7 +309,7 @@ def test_a_rank_declared_dead_says_so(rank_zero: Callable[..., NativeBackend], i
         why = b"silent for 2.6 s"
         member.send(HEAD.pack(DOWN, GIVEN_UP, 0, len(why), 0, 0, 0) + why, CONTROL)
         if is_left_open:
-            member.lanes[BULK].shutdown(socket.SHUT_WR)  # and the control lane's end is on its way
+            member.lanes[BULK].shutdown(socket.SHUT_WR)  # and the end of the control lane is under way
         else:
             for sock in member.lanes.values():
                 sock.close()
@@ -378,7 +378,7 @@ def test_only_proven_datagrams_are_answered(rank_zero: Callable[..., NativeBacke
 
 
 def test_a_rank_that_did_not_get_the_query_cannot_answer_it(rank_zero: Callable[..., NativeBackend]) -> None:
-    """Any member could prove a datagram in another one's name: it has to know the number of a question."""
+    """Any member could prove a datagram in another's name, so a reply must have the number of the query."""
     backend = rank_zero(silence_s=1.0)
     ends = Ends(backend)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ear:
@@ -402,7 +402,7 @@ def test_a_rank_that_did_not_get_the_query_cannot_answer_it(rank_zero: Callable[
 
 @contextlib.contextmanager
 def black_hole() -> Iterator[int]:
-    """A port that answers nothing, as behind a firewall that drops: its queue of callers is full."""
+    """A port that never replies, as behind a firewall that drops packets: its accept queue is full."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         while True:
@@ -420,7 +420,7 @@ def test_a_rank_behind_a_firewall_is_out_of_reach_and_the_error_says_where(
 ) -> None:
     with black_hole() as port:
         backend = rank_zero()
-        backend.connect([backend.card(), backend.card()._replace(port=port)])  # of a process that runs
+        backend.connect([backend.card(), backend.card()._replace(port=port)])  # pid of a running process
         with Communicator.world(backend) as comm, pytest.raises(PeerLost) as caught:
             comm.barrier()
     said = str(caught.value)
@@ -435,7 +435,7 @@ def test_a_rank_behind_a_firewall_is_out_of_reach_and_the_error_says_where(
 def test_a_port_that_accepts_and_hangs_up_is_out_of_reach_in_time(
     rank_zero: Callable[..., NativeBackend], kind: str, is_reset: bool
 ) -> None:
-    """As a proxy does, or an acceptor that refuses every hello: every call gets through, in vain."""
+    """As a proxy or an acceptor that refuses every hello: every connection is accepted and then closed."""
     is_over = threading.Event()
 
     def hang_up(listener: socket.socket) -> None:
@@ -463,7 +463,7 @@ def test_a_port_that_accepts_and_hangs_up_is_out_of_reach_in_time(
 
 
 def test_the_longest_silence_is_long_for_the_system_too(rank_zero: Callable[..., NativeBackend]) -> None:
-    """Four times as long does not fit the system's milliseconds."""
+    """Four times this value exceeds the milliseconds that a system call accepts."""
     backend = rank_zero(silence_s=1e6)
     backend.connect([backend.card(), backend.card()._replace(port=1)])
     with Member(backend.card(), SECRET, 1, 0, 2) as member:
@@ -524,7 +524,7 @@ def test_hosts_that_do_not_reach_each_other_name_address_and_port(hosts: Hosts) 
 
 
 def test_a_rank_that_can_call_but_not_be_called_is_reached_by_its_own_call(tmp_path: Path) -> None:
-    """Rank 0's call gets nowhere; the other's counts, although it is the higher rank."""
+    """Rank 0's connection fails; the other rank's counts, although that rank is higher."""
     tmp_path.chmod(0o700)
     with black_hole() as port, contextlib.ExitStack() as stack:
         ranks = []

@@ -1,7 +1,7 @@
-"""Faults of ranks and of what they stand on, seen from the communicator: one test each, with its bound.
+"""Faults of ranks and of their system, seen from the communicator: one test each, with its bound.
 
-docs/failure.md has the table. Bounds are asserted at twice their figure, less the time that the machine had
-none for us.
+docs/failure.md has the table. The tests assert twice the documented bounds; time in which the machine did not
+run the test does not count.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CTRL_C_WITHIN_S = 0.4
 SYS_PIDFD_OPEN, SYS_PIDFD_GETFD = 434, 438
 CLONE_NEWNET = 0x40000000
 
-# Gloo has no heartbeats: a stopped rank is not lost there.
+# Gloo has no heartbeats, so a stopped rank is not detected there.
 _MORE_LINKS = {kind: pytest.param(kind, marks=pytest.mark.more) for kind in ("tls", "quic", "gloo", "iroh")}
 each_link = pytest.mark.parametrize("kind", ["shm", "tcp"])
 each_backend = pytest.mark.parametrize("kind", ["shm", "tcp", *_MORE_LINKS.values()])
@@ -53,7 +53,7 @@ each_with_heartbeats = pytest.mark.parametrize(
 def in_world(
     program: Callable[[Communicator, Connection], Any],
 ) -> Callable[[NativeBackend, Connection], Any]:
-    """A rank's life as a program on its communicator."""
+    """Run a program on the communicator of each rank."""
 
     def live(backend: NativeBackend, pipe: Connection) -> Any:
         with Communicator.world(backend) as comm:
@@ -63,7 +63,7 @@ def in_world(
 
 
 def until_lost(comm: Communicator, pipe: Connection) -> tuple[str, tuple[int, ...], float, float]:
-    """Reduce until it fails: how, about whom, when, and how much of the time was ours."""
+    """Reduce until a call fails; return the error, its ranks, its time, and how long this rank really ran."""
     metronome, begun = Metronome(), time.monotonic()
     x = np.ones(2000, np.float32)
     try:
@@ -114,11 +114,11 @@ def test_a_rank_that_stays_stopped_is_lost_and_learns_of_it_when_it_continues(ki
             assert (name, lost) == ("PeerLost", (2,))
             assert at - stopped_at - stolen_s < SILENT_WITHIN_S
         ranks.signal(2, signal.SIGCONT)
-        # The others' verdict, which names itself, or that they have left: whichever comes first.
+        # The report that it was declared dead, or the others' goodbyes, whichever arrives first.
         assert ranks.result(2)[0] == "PeerLost"
 
 
-# -- F5, F6: the cable ------------------------------------------------------------------------------------
+# -- F5, F6: the network ----------------------------------------------------------------------------------
 
 
 Cable = tuple[Callable[[int], dict[str, Any]], Callable[[], None], Callable[[], None]]
@@ -126,7 +126,7 @@ Cable = tuple[Callable[[int], dict[str, Any]], Callable[[], None], Callable[[], 
 
 @pytest.fixture
 def cable() -> Iterator[Cable]:
-    """Two hosts as network namespaces: how a rank enters its own, how to cut the cable, and one way of it."""
+    """Two hosts as network namespaces; functions to enter one, and to cut the network one way or both."""
     names = [f"unisono-f{side}-{os.getpid()}" for side in "ab"]
     ends = [f"uf{side}{os.getpid()}"[:15] for side in "ab"]
 
@@ -151,7 +151,7 @@ def cable() -> Iterator[Cable]:
         yield (
             enter,
             lambda: ip("-n", names[0], "link", "set", ends[0], "down"),
-            # Packets of host 0 go nowhere; those of host 1 arrive.
+            # Packets of host 0 are lost; those of host 1 arrive.
             lambda: ip("-n", names[0], "route", "add", "blackhole", "10.78.0.2/32"),
         )
 
@@ -160,7 +160,7 @@ def cable() -> Iterator[Cable]:
 @pytest.mark.parametrize("kind", ["tcp", "quic"])
 @pytest.mark.parametrize("what", ["cable cut", "power off", "cut one way"])
 def test_a_host_without_a_cable_is_lost(cable: Cable, what: str, kind: str) -> None:
-    """No packet says so: only silence does, on both sides."""
+    """No packet reports the cut; both sides notice only the silence."""
     enter, cut, cut_one_way = cable
     with forked(in_world(until_lost), 2, kind=kind, links=enter) as ranks:
         all_ready(ranks)
@@ -174,7 +174,7 @@ def test_a_host_without_a_cable_is_lost(cable: Cable, what: str, kind: str) -> N
             assert at - cut_at - stolen_s < SILENT_WITHIN_S
 
 
-# -- F9, F15: slow, or not coming -------------------------------------------------------------------------
+# -- F9, F15: slow, or absent -----------------------------------------------------------------------------
 
 
 @each_backend
@@ -183,7 +183,7 @@ def test_a_slow_rank_is_not_dead_and_a_deadline_names_it(kind: str) -> None:
         late = comm.split(0)
         assert late is not None
         if comm.rank == 1:
-            time.sleep(3.5)  # longer than silence may last
+            time.sleep(3.5)  # longer than the limit for silence
             return comm.all_reduce(1)
         error = None
         try:
@@ -200,7 +200,7 @@ def test_a_slow_rank_is_not_dead_and_a_deadline_names_it(kind: str) -> None:
 
 
 def connections(pid: int) -> list[socket.socket]:
-    """A process's own TCP connections, borrowed."""
+    """The TCP connections of a process, by duplicates of their descriptors."""
     libc = ctypes.CDLL(None, use_errno=True)
     pidfd, found = libc.syscall(SYS_PIDFD_OPEN, pid, 0), []
     try:
@@ -227,14 +227,14 @@ def connections(pid: int) -> list[socket.socket]:
 
 
 def disconnect(found: list[socket.socket]) -> None:
-    """The kernel sends RST."""
+    """Let the kernel send a RST."""
     unspecified = (ctypes.c_ubyte * 16)()
     for sock in found:
         ctypes.CDLL(None).connect(sock.fileno(), unspecified, 16)
 
 
 def destroy(found: list[socket.socket]) -> None:
-    """As an administrator does it: the owner gets ECONNABORTED, the other side RST."""
+    """Kill a connection as `ss -K` does: the owner gets ECONNABORTED, the other side a RST."""
     ports = " or ".join(f"sport = :{sock.getsockname()[1]}" for sock in found)
     if not run_tool("ss", "--kill", "--tcp", "--no-header", ports):
         skip_without("ss --kill", "the kernel does not end connections of others")
@@ -378,7 +378,7 @@ else:
         print("other", type(error).__name__, error.cause, flush=True)
 """
 LEFT, RAISED = "other PeerLost rank 1 left", "other PeerAborted ValueError: the root of it"
-# How the main thread of rank 1 ends, which thread waits there meanwhile, and what rank 0 gets.
+# How the main thread of rank 1 ends, which of its threads waits meanwhile, and what rank 0 gets.
 MAIN_ENDS = {
     "raises": ("raise ValueError('the root of it')", "threaded()", "native", RAISED),
     "raises, executor": ("raise ValueError('the root of it')", "executed()", "native", RAISED),
@@ -403,14 +403,14 @@ MAIN_ENDS = {
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param(how, marks=() if backend == "native" else pytest.mark.more)  # torch and mpiexec are slow
+        pytest.param(how, marks=() if backend == "native" else pytest.mark.more)  # torch and mpiexec: slow
         for how, (_, _, backend, _) in MAIN_ENDS.items()
     ],
 )
 def test_the_others_learn_of_a_main_thread_that_ends_while_another_thread_waits(
     how: str, tmp_path: Path
 ) -> None:
-    """Python joins threads before it ends: one that waits for rank 0 must not hang or delay the goodbye."""
+    """Python joins threads before it ends: a thread that waits for rank 0 must not block the goodbye."""
     ending, start, backend, heard = MAIN_ENDS[how]
     path = tmp_path / "program.py"
     path.write_text(WAITING_THREAD.replace("START", start).replace("ENDING", ending))
@@ -449,11 +449,11 @@ ENDING
         assert set(words) <= said, ended
 
 
-# -- F20, F22, F23, F25: nothing left to stand on ---------------------------------------------------------
+# -- F20, F22, F23, F25: resources of the system ----------------------------------------------------------
 
 
 def test_no_memory_for_a_link_is_an_error_that_says_so() -> None:
-    """A limit of files makes the reservation fail as a full /dev/shm does."""
+    """A limit on file sizes makes the reservation fail as a full /dev/shm would."""
 
     def links(rank: int) -> dict[str, Any]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, 64 << 10))
@@ -488,7 +488,7 @@ def test_a_rank_that_cannot_start_says_why(limit: int, tmp_path: Path) -> None:
 
 
 def test_a_link_for_which_no_descriptor_is_left_is_an_error_that_says_so() -> None:
-    """At the start rank 0 of 8 has links to ranks 1, 2, 4, 6 and 7; that to rank 3 is opened by the send."""
+    """At the start rank 0 of 8 has links to ranks 1, 2, 4, 6 and 7; the send opens the link to rank 3."""
 
     def program(comm: Communicator, pipe: Connection) -> str:
         comm.barrier()
@@ -572,7 +572,7 @@ def test_ctrl_c_ends_every_blocking_call(kind: str) -> None:
         metronome, heard = Metronome(), {}
         pipe.send("ready")
         for name, call in CALLS.items():
-            # A collective that was interrupted is the end of its communicator: each call gets its own.
+            # An interrupted collective ends its communicator, so each call has its own.
             group = comm.sub([0, 1])
             try:
                 pipe.send(name)
@@ -587,7 +587,7 @@ def test_ctrl_c_ends_every_blocking_call(kind: str) -> None:
         all_ready(ranks)
         for name in CALLS:
             assert ranks.hear(0) == name
-            time.sleep(0.02)  # let it begin to wait: a signal before that would prove less
+            time.sleep(0.02)  # a signal before the wait has begun would prove less
             ranks.signal(0, signal.SIGINT)
             ranks.pipes[0].send(time.monotonic())
         heard = ranks.result(0)
@@ -598,7 +598,7 @@ def test_ctrl_c_ends_every_blocking_call(kind: str) -> None:
 
 @each_link
 def test_a_signal_that_comes_together_with_a_completion_loses_neither(kind: str) -> None:
-    """A handler raises between any two instructions: also between a completion and its dispatch."""
+    """A handler may raise between any two instructions, also between a completion and its dispatch."""
 
     def program(comm: Communicator, pipe: Connection) -> Any:
         pid = comm.broadcast_object(os.getpid(), root=1)
@@ -606,7 +606,7 @@ def test_a_signal_that_comes_together_with_a_completion_loses_neither(kind: str)
         for i in range(40):
             if comm.rank == 0:
                 comm.recv_bytes(1)
-                # The engine looks for signals only every 50 ms, so rank 1 finds both at once.
+                # The engine checks for signals only every 50 ms, so rank 1 finds both at once.
                 os.kill(pid, signal.SIGINT if i % 2 else signal.SIGTERM)
                 comm.send(b"now", 1, i)
                 comm.send(b"later", 1, 1000)
@@ -614,7 +614,7 @@ def test_a_signal_that_comes_together_with_a_completion_loses_neither(kind: str)
             try:
                 comm.send(b"ready", 0)
                 comm.recv_bytes(0, i, timeout=10)
-                time.sleep(10)  # the signal is let through at the latest now
+                time.sleep(10)  # the signal is delivered here at the latest
             except (KeyboardInterrupt, SystemExit) as error:
                 heard.append(type(error).__name__)
             assert comm.recv_bytes(0, 1000, timeout=10) == b"later"

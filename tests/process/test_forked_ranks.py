@@ -1,4 +1,4 @@
-"""Ranks that tests fork: when one fails, those that wait for it end, too."""
+"""Ranks forked by tests: when one fails, the ranks that wait for it are terminated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory does not grow with the number of operations; bench/growth.py shows it for many more of them."""
+"""Memory does not grow with the number of operations; bench/growth.py shows this for many more of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unisono.testing import run_local
 
 pytestmark = pytest.mark.more
 
-# A leak of 512 bytes an operation would show; what the allocator does by itself stays below.
+# A leak of 512 bytes per operation exceeds this; the allocator's own growth stays below.
 GROWTH_KIB_MAX = 2048
 
 
@@ -25,7 +25,7 @@ def resident_kib() -> int:
 
 
 def operations(comm: uni.Communicator, warm_up: int, count: int) -> int:
-    """Collectives and tagged messages in turn; how much the resident memory grew after the warm-up."""
+    """Run collectives and tagged messages in turn; return the growth of resident memory after the warm-up."""
     other, before = 1 - comm.rank, 0
     x, in_ = np.zeros(16, np.float32), np.zeros(64, np.int64)
     for i in range(warm_up + count):
@@ -50,12 +50,12 @@ def test_memory_does_not_grow_with_the_number_of_operations(shm: str) -> None:
     assert max(grown) < GROWTH_KIB_MAX, f"KiB over 6,000 operations: {grown}"
 
 
-# A group that stays takes 16 KiB: 400 of them 6.4 MiB, 2,000 of them 32 MiB.
+# A leaked group takes 16 KiB: 400 groups take 6.4 MiB, and 2,000 groups 32 MiB.
 GROUPS_WARM_UP, GROUPS, GROUPS_LONG = 50, 400, 2000
 
 
 def forgotten_groups(comm: uni.Communicator, count: int) -> tuple[int, int]:
-    """Groups of every kind, used and forgotten: how much the memory grew, and how many groups are left."""
+    """Use and drop groups of every kind; return the growth of memory, and the number of groups left."""
     before = 0
     for i in range(GROUPS_WARM_UP + count):
         if i == GROUPS_WARM_UP:

@@ -1,4 +1,4 @@
-"""Worlds of real processes: spawned, run and joined, over shared memory and over TCP."""
+"""Worlds of processes: spawned, launched and joined, over shared memory and over TCP."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def one_dies(world: uni.Communicator, victim: int) -> tuple[tuple[int, ...], flo
         while True:
             world.all_reduce(np.ones(1000))
     except uni.PeerLost as error:
-        # In one piece: the ranks share a pipe, and print writes the end of a line by itself.
+        # One write: the ranks share a pipe, and print writes the end of a line separately.
         os.write(1, f"rank {world.rank} heard {error.ranks} after {time.monotonic() - began:.3f}\n".encode())
         raise
 
@@ -125,7 +125,7 @@ def test_links_on_one_host_are_encrypted_if_asked(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_wants_encryption_does_not_go_without(tmp_path: Path) -> None:
-    """The launcher does not know of it: its ticket is a plain one."""
+    """The launcher does not encrypt: its ticket is a plain one."""
     program = "import os\nos.environ['UNISONO_TLS'] = '1'\n" + PROGRAM
     done = run(tmp_path, program, "-m", "unisono", "run", "-n", "2", env={})
     assert done.returncode != 0

@@ -1,4 +1,4 @@
-"""Under the launchers that others have written: the real torchrun and mpiexec."""
+"""Ranks under the launchers of other projects: the real torchrun and mpiexec."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def start(command: list[str], folder: Path) -> subprocess.Popen[str]:
 
 
 def ended(process: subprocess.Popen[str]) -> str:
-    """What it printed, once it has ended well."""
+    """Wait for the success of a process; return its output."""
     try:
         out, err = process.communicate(timeout=100)
     finally:
@@ -72,7 +72,7 @@ def test_under_torchrun_on_one_host(program: str, tmp_path: Path) -> None:
 
 
 def test_under_torchrun_on_several_hosts_ranks_meet_by_its_store(program: str, tmp_path: Path) -> None:
-    """Two agents with one rank each: for all that the ranks know, they are on two hosts."""
+    """Two agents of torchrun with one rank each, so that the ranks take themselves to be on two hosts."""
     address = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
     port = free_port()
     address[3] = f"127.0.0.1:{port}"
@@ -100,7 +100,7 @@ def test_under_mpiexec(program: str, tmp_path: Path) -> None:
     assert "2 ranks [0, 1], True" in ended(start(command, tmp_path))
 
 
-# -- the store, with one of our own in its place ----------------------------------------------------------
+# -- with a fake store ------------------------------------------------------------------------------------
 
 
 class FakeStore(dict[str, bytes]):

@@ -1,6 +1,7 @@
-"""What peers may make a rank hold: unknown lengths, objects, messages to oneself, control messages, credit.
+"""Bounds on memory that peers can make a rank use: unknown lengths, objects, control messages, credit.
 
-On every kind of backend that this process can hold; the conformance kit has the same promises for all others.
+The tests run on all backends whose ranks can share a process; the conformance kit has the same cases for the
+others.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def make(world: MakeWorld) -> Callable[..., list[Communicator]]:
     return made
 
 
-# -- lengths that nobody knows beforehand -----------------------------------------------------------------
+# -- unknown lengths --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,7 +88,7 @@ def test_recv_bytes_takes_up_to_its_limit_and_leaves_what_is_longer(
             assert "recv_bytes_max" in str(error)
             assert "UNISONO_RECV_BYTES_MAX" in str(error)
         assert comm.probe(0, 1).nbytes == limit + 1
-        into = np.zeros(limit + 1, np.uint8)  # of a given size: not affected
+        into = np.zeros(limit + 1, np.uint8)  # receives with a buffer are not affected
         comm.recv(into, 0, 1)
         return into
 
@@ -133,7 +134,8 @@ def test_a_rank_that_announces_a_huge_object_takes_nobodys_memory(
         return row
 
     def program(comm: Communicator) -> None:
-        # By the reference path: the engine does not lie. One rank may learn of it from the other first.
+        # On the reference path, where the test can forge rows. One rank may get the error from the other
+        # first.
         comm._group.call_log.fast_path_open = False
         with pytest.raises(
             (ProtocolError, PeerAborted), match=rf"announced {1 << 40} bytes; allowed: {1 << 30}"
@@ -149,7 +151,7 @@ def test_a_rank_that_announces_a_huge_object_takes_nobodys_memory(
 def test_a_users_limit_does_not_bound_control_messages_and_rpc_frames(
     make: Callable[..., list[Communicator]], kind: str, setting: str
 ) -> None:
-    """Every rank gets the mismatch, whose words exceed the limit; so do frames of calls."""
+    """Every rank gets the mismatch, whose text exceeds the limit, and calls with longer frames succeed."""
 
     def program(comm: Communicator) -> list[str]:
         agent = Agent(comm)
@@ -183,7 +185,7 @@ def test_a_users_limit_does_not_bound_the_control_messages_of_a_framed_backend()
 def test_a_control_message_that_cannot_be_received_is_tried_again_after_a_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It stays queued: without a rest control would take a whole core, for ever."""
+    """The message stays queued: without a pause the control thread would use a whole core for ever."""
     backend, other = LocalBackend.create(2)
     tried: list[float] = []
     real = backend.start_recv
@@ -214,7 +216,7 @@ def test_a_control_message_that_cannot_be_received_is_tried_again_after_a_pause(
 def test_closed_and_dropped_groups_take_no_credit_with_them(
     make: Callable[..., list[Communicator]], kind: str, way: str
 ) -> None:
-    """More than the credit in all, which nobody receives: eleven groups, six messages of 4 KiB each."""
+    """Unreceived messages beyond the credit: eleven groups with six messages of 4 KiB each."""
     turns, count, nbytes = 11, 6, 4096
     comms = make(2, kind)
     assert turns * count * nbytes > comms[0].backend.config.eager_credit_bytes
@@ -252,7 +254,7 @@ def failure(context: int, text: str = "x") -> GroupFailure:
 def test_early_control_messages_are_kept_within_a_budget_per_sender(
     make: Callable[..., list[Communicator]], kind: str
 ) -> None:
-    """Rank 1 names communicators that never come to exist; the message of rank 2 about a real one is kept."""
+    """Rank 1 names communicators that never exist; the message of rank 2 about a real one is kept."""
     comms = make(3, kind)
     controls = [comm._group.control for comm in comms]
     assert outcome(lambda: run_each(lambda comm: comm.barrier(), comms).values()) == [None] * 3
@@ -261,7 +263,7 @@ def test_early_control_messages_are_kept_within_a_budget_per_sender(
     text, count = "y" * 4000, 3 * EARLY_BYTES_MAX // 12_000
     for context in range(count):
         controls[1].send([0], failure(1000 + context, text))
-    # Behind all that on the same way: when it is here, the others are.
+    # Sent last in the same lane: once it has arrived, the others have, too.
     run_each(lambda comm: comm.barrier(), comms).values()
     early = controls[0]._early
 
@@ -280,7 +282,7 @@ def test_early_control_messages_are_kept_within_a_budget_per_sender(
 def test_a_rank_that_closes_many_groups_early_is_reported_lost_in_each(
     make: Callable[..., list[Communicator]], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its last words in 40 groups are more than is kept here: in each, its data and its end are known."""
+    """Its goodbyes in 40 groups exceed what is kept here, but each group knows its data and its end."""
     monkeypatch.setattr("unisono.comm.early_messages.EARLY_BYTES_MAX", 6000)
     groups = 40
 
@@ -361,7 +363,7 @@ def test_a_control_message_holds_no_more_than_its_fields_may() -> None:
 
 
 def test_a_rank_that_queries_without_end_and_reads_nothing_gets_a_bounded_number_of_answers() -> None:
-    """Rank 1 asks and does not listen: what waits for it does not grow."""
+    """Rank 1 sends queries and reads no reply: the queue of replies to it is bounded."""
     backends = LocalBackend.create(2)
     control = Control(backends[0])
     for number in range(20_000):
@@ -372,18 +374,18 @@ def test_a_rank_that_queries_without_end_and_reads_nothing_gets_a_bounded_number
         query = msgspec.msgpack.encode(ServiceQuery(1000 + number, "name"))
         backends[1].start_send(0, 0, Tags.CONTROL, memoryview(query), lane=Lane.CONTROL)
     queued = len(list(backends[1].endpoint.protocol.inbox.matcher.all_unexpected()))
-    assert queued < 30_000  # those that fit the credit of the lane, and a thousand
+    assert queued < 30_000  # as many as fit the credit of the lane, and a thousand
     assert control._replies_unsent[1] <= 1024
     assert control._queries_of(1) <= 64
     for backend in backends:
         backend.close()
 
 
-# -- a backend and a peer that keeps no promise -----------------------------------------------------------
+# -- a framed backend and a hostile peer ------------------------------------------------------------------
 
 
 class _NoWire(FrameTransport):
-    """Frames that are sent go nowhere."""
+    """A transport that drops all frames."""
 
     def __init__(self) -> None:
         self.sent = 0
@@ -399,7 +401,7 @@ class _NoWire(FrameTransport):
 
 
 class _Post(FramedBackend):
-    """A backend whose peers are this test."""
+    """A backend whose peers are played by the test."""
 
     capabilities = Capabilities("test")
 
@@ -475,7 +477,7 @@ def test_a_message_to_oneself_leaves_from_memory_of_any_type(kind: str, sync: bo
 
 
 def test_a_framed_backend_queues_rts_that_its_peer_may_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ends agree on how many; what waits keeps its order, and nothing overtakes it."""
+    """Both ends know the limit; RTS that wait keep their order, and no message overtakes them."""
     monkeypatch.setattr("unisono.messaging.protocol.RTS_MAX", 3)
     backend = _Post()
     data = memoryview(bytes(100_000))
@@ -500,7 +502,7 @@ def test_a_framed_backend_queues_rts_that_its_peer_may_not_hold(monkeypatch: pyt
     backend.close()
 
 
-# -- a member that sends what no member would -------------------------------------------------------------
+# -- a hostile member -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -511,7 +513,7 @@ def test_a_control_message_of_3_gib_ends_its_sender_and_takes_no_memory(kind: st
         if comm.rank == 1:
             assert comm.recv_bytes(0) == b"go on"
             comm.backend.check_length = lambda *_: None  # type: ignore[method-assign]
-            memory = memoryview(mmap.mmap(-1, 3 << 30))  # nobody touches it
+            memory = memoryview(mmap.mmap(-1, 3 << 30))  # its pages are never touched
             request = comm.backend.start_send(0, 0, Tags.CONTROL, memory, lane=Lane.CONTROL)
             gone = threading.Event()
             request.notify(gone.set)
@@ -549,7 +551,7 @@ def test_what_is_too_long_is_refused_before_it_is_sent(world: MakeWorld, kind: s
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_a_goodbye_is_eager_whatever_the_eager_limit(world: MakeWorld, kind: str) -> None:
-    """It goes behind messages, in their lane. As an RTS it was revoked when its sender ended, in mid-read."""
+    """It follows messages in their lane. An RTS would be withdrawn when its sender ends, while it is read."""
     sender, receiver = (comm.backend for comm in world(2, kind, eager_bytes=0))
     send = sender.start_send(1, 99, Tags.CONTROL, memoryview(b"left"))
     assert ended(sender, send).error is None  # before any receive

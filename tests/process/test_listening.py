@@ -1,4 +1,4 @@
-"""Listening on native ranks: every message in order, whatever the listener does."""
+"""Listeners on native ranks: they get every message in order, whatever they do."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_messages_from_before_and_after_the_call_are_delivered_in_order(pair: li
         pair[1].post(0, CONTEXT, Tags.CONTROL, message(k), Lane.CONTROL)
     assert pair[0].listen(CONTEXT, Tags.CONTROL, lambda *one: heard.append(one), lambda error: None)
     for k in range(100, 300):
-        # Short ones and some that are too long to be sent before they are asked for.
+        # Short messages, and some beyond the eager limit.
         pair[1].post(0, CONTEXT, Tags.CONTROL, message(k, 9 if k % 50 else 40_000), Lane.CONTROL)
     wait_until(lambda: len(heard) == 300)
     assert heard == [(1, bytes(message(k, 9 if k < 100 or k % 50 else 40_000))) for k in range(300)]
@@ -93,7 +93,7 @@ def test_a_peers_end_is_reported_after_all_that_it_sent() -> None:
         down: list[tuple[PeerDown, int]] = []
 
         def on_message(source: int, data: bytes) -> None:
-            time.sleep(0.0005)  # the peer is dead before the last one is delivered
+            time.sleep(0.0005)  # the peer is dead before the last message is delivered
             heard.append(int.from_bytes(data[:4], "little"))
 
         backend.watch(lambda one: down.append((one, len(heard))))

@@ -1,4 +1,4 @@
-"""Long results of native ranks: memory that is used again, parts that lie anywhere, reductions into out."""
+"""Long results of native ranks: reuse of memory, parts anywhere in memory, reductions into `out`."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from unisono.plans import algorithms
 __all__ = ["world"]
 
 every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
-# Elements of float64 on both sides of the lengths from which results are kept, and mapped.
+# Numbers of float64 around the lengths from which the memory of results is kept, and mapped.
 LENGTHS = (4095, 4096, 131_073)
 
 Array = np.ndarray[Any, Any]
 
 
 def ramp(length: int, *numbers: int) -> Array:
-    """Whole numbers that depend on the place and on what is given: sums of them are exact."""
+    """Whole numbers that depend on the index and on the arguments; their sums are exact."""
     seed = sum(number * 31**place for place, number in enumerate(numbers, 1))
     return ((np.arange(length) * 7 + seed) % 127).astype(np.float64)
 
 
 def closed(comm: Communicator, is_closed: bool) -> None:
-    """Let the next call of this rank take the reference path, or the engine's."""
+    """Let the next call of this rank take the reference path, or the fast path."""
     comm._group.call_log.fast_path_open = not is_closed
 
 
 def calls(verbs: Any, rank: int, size: int, length: int, turn: int) -> list[tuple[str, Any, Any]]:
-    """Each verb that makes an array: its name, what it gives, and what it should."""
+    """Each verb that makes an array: its name, its result, and the expected one."""
     xs = [ramp(length, r, turn) for r in range(size)]
     uneven = [ramp(length + 3 * r, r, turn) for r in range(size)]
     rows = [np.stack([ramp(length, r, to, turn) for to in range(size)]) for r in range(size)]
@@ -84,7 +84,7 @@ def test_a_result_stays_what_it_is_while_somebody_holds_it(
         for turn in range(4):
             closed(comm, is_closed=turn == 2 and comm.rank == 1)
             made = calls(comm, comm.rank, size, length, turn)
-            if turn != 3:  # the results of the last turn are dropped first, and their memory used again
+            if turn != 3:  # the results of the last turn are dropped first, and their memory is reused
                 held.append(made)
         closed(comm, is_closed=False)
         for name, got, wanted in itertools.chain.from_iterable(held):
@@ -115,12 +115,12 @@ def test_the_results_of_a_loop_take_turns_in_a_few_blocks(world: MakeWorld) -> N
 
 def _bounded(places: int) -> Notes:
     notes = Notes()
-    # Two for each of two ranks that share the process, and one for a moment in which the pool was in use.
+    # Two for each of the two ranks of the process, and one more if both used the pool at the same time.
     notes.check(places <= 8, "places of twenty results:", places)
     return notes
 
 
-# -- parts from where they lie ----------------------------------------------------------------------------
+# -- parts anywhere in memory -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -259,7 +259,7 @@ def test_reduce_scatter_v_fills_out(world: MakeWorld, size: int) -> None:
 def test_long_reductions_to_one_rank_are_right_however_they_travel(
     world: MakeWorld, kind: str, size: int
 ) -> None:
-    """Messages on both sides of the length from which both ranks copy; some ranks do not wait."""
+    """Messages on both sides of the length from which both ranks copy; some calls are only started."""
     comms = world(size, kind, **NO_STALL)
 
     def program(comm: Communicator) -> Notes:

@@ -1,7 +1,7 @@
-"""Mismatches: all ranks get the error of different calls within a second, with both calls shown.
+"""Mismatches: within a second all ranks get an error that shows both calls.
 
-The corpus is made of pairs of calls. Some ranks make one, the others the other; a rank that needs nobody to
-end its part (an empty reduction, a leaf of a tree) hears of it at its next collective.
+The corpus consists of pairs of calls. Some ranks make the first call, the others the second. A rank that
+needs no other rank for its part (an empty reduction, a leaf of a tree) gets the error in its next collective.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from unisono.errors import ranks_text
 from unisono.simulation import now
 
 SIZES = (2, 3, 5)
-# The promise is one second; twice that fails the test.
+# Documented is one second; twice that fails the test.
 LIMIT_S = 2.0
 
 
 class Call(NamedTuple):
-    """A collective, and how a report must show it."""
+    """A collective, and its form in a report."""
 
     make: Callable[[Any], object]
     words: str
@@ -217,7 +217,7 @@ CALLS: dict[str, Call] = {
     "objects from 1": Call(lambda c: c.scatter_object([1] * c.size, 1), "scatter_object root=1"),
     "split": Call(lambda c: c.split(c.rank % 2), "split"),
 }
-# What differs in one thing only, by what it is.
+# Pairs that differ in one respect only, by that respect.
 NEAR: dict[str, list[tuple[str, str]]] = {
     "operation": [
         ("sum", "max"),
@@ -343,7 +343,7 @@ class Outcome(NamedTuple):
 
 
 def collide(comms: list[Any], calls: list[Call], *, go_on: bool = True) -> list[Outcome]:
-    """Every rank makes its call and, if it gets away with it, a barrier."""
+    """Every rank makes its call and, if that succeeds, a barrier."""
     begin, metronome = threading.Barrier(len(comms)), Metronome()
 
     def one(comm) -> Outcome:
@@ -371,7 +371,7 @@ def collide(comms: list[Any], calls: list[Call], *, go_on: bool = True) -> list[
 
 
 def check_collision(calls: list[Call]) -> None:
-    """Every rank hears of it, each time, and in time: a machine that is busy elsewhere gets three turns."""
+    """Every rank gets the error in time, in one of three turns, because the machine may be busy."""
     for _ in range(3):
         outcomes = collide(uni.local(len(calls)), calls)
         slowest_s = max(outcome.elapsed_s for outcome in outcomes)
@@ -383,7 +383,7 @@ def check_collision(calls: list[Call]) -> None:
 
 
 def has_lines(error: BaseException | None) -> bool:
-    """Whether every rank could say in time, within 250 ms, where its call stands."""
+    """Whether every rank reported the line of its call in time, within 250 ms."""
     lines = error.report.splitlines() if isinstance(error, uni.CollectiveMismatch) else []
     return all(" at " in line for line in lines)
 
@@ -402,7 +402,7 @@ def check_report(error: BaseException | None, calls: list[Call]) -> None:
         for rank in side:
             assert calls[rank].words in line[2], error.report
         assert line[3].startswith("test_mismatch.py:")
-    # A call that depends on the rank, such as a split, has no two alike.
+    # Calls that depend on the rank, such as split, differ on all ranks.
     assert len({id(calls[rank]) for side in sides for rank in side}) > 1, error.report
     assert all(len({id(calls[rank]) for rank in side}) == 1 for side in sides), error.report
     largest = max(sides, key=len)
@@ -419,16 +419,16 @@ def check_report(error: BaseException | None, calls: list[Call]) -> None:
 
 
 def calls_by_rank(pair: tuple[str, str], size: int) -> list[Call]:
-    """Some ranks make the second call: one or several, chosen by the pair, never all or none."""
+    """Let one or several ranks make the second call, chosen by a hash of the pair, never all ranks."""
     rng = random.Random(f"{pair} {size}")
     seconds = set(rng.sample(range(size), rng.randint(1, size - 1)))
     return [CALLS[pair[rank in seconds]] for rank in range(size)]
 
 
 def cases() -> list[Any]:
-    """The first 120 pairs with every number of ranks, the others with one of them in turn.
+    """The first 120 pairs with every number of ranks, the others with one number each.
 
-    Every eighth pair in `make test`: a mismatch takes half a second, and there are hundreds.
+    `make test` runs every eighth pair, because a mismatch takes 0.5 s and there are hundreds of pairs.
     """
     return [
         pytest.param(
@@ -445,9 +445,9 @@ def test_every_rank_gets_a_mismatch_within_a_second(pair, size):
 
 
 def mismatches(comm: uni.Communicator, pairs: list[tuple[str, str]]) -> list[str]:
-    """Collide in a group of its own for each pair; what was not as it should be. In step on all ranks."""
+    """Make each pair of calls in a new group, in step on all ranks; return what was wrong."""
     wrong = []
-    # Seconds that other programs took from this rank are nobody's fault; virtual ones cannot be taken.
+    # Real seconds in which this rank did not run do not count; in virtual time there are none.
     metronome = None if comm.backend.runtime.is_virtual else Metronome()
     for pair in pairs:
         calls = calls_by_rank(pair, comm.size)
@@ -478,7 +478,7 @@ def mismatches(comm: uni.Communicator, pairs: list[tuple[str, str]]) -> list[str
 
 
 def some_pairs(kind: str, amount: int) -> list[tuple[str, str]]:
-    """Other pairs for every kind of ranks, the same in every run."""
+    """Different pairs for every kind of ranks, the same in every run."""
     return random.Random(kind).sample(CORPUS, min(amount, len(CORPUS)))
 
 
@@ -530,7 +530,7 @@ def test_a_call_that_one_rank_leaves_out_is_a_mismatch_at_the_next(size):
 
 @pytest.mark.parametrize("size", [3, 5])
 def test_a_late_rank_gets_the_mismatch_at_once(size):
-    """The others have ended when the last rank makes its call, which is the right one."""
+    """The others have failed before the last rank makes its call, which is the correct one."""
     calls = [CALLS["sum"] if rank % 2 else CALLS["barrier"] for rank in range(size)]
     comms = uni.local(size)
     early = collide(comms[:-1], calls)
@@ -552,7 +552,7 @@ def collide_alone(comm, call: Call) -> list[BaseException | None]:
     "pair", [("none", "sum"), ("fused none", "fused"), ("broadcast from 0", "broadcast from 1")]
 )
 def test_a_rank_that_got_away_and_left_is_no_loss_but_a_mismatch(pair, size):
-    """An empty reduction needs nobody, so its caller may be gone before the others call theirs."""
+    """An empty reduction needs no other rank, so its caller may have left before the others call."""
     for turn in range(4):
         calls = [CALLS[pair[rank != 0]] for rank in range(size)]
         outcomes = collide(uni.local(size), calls, go_on=False)
@@ -596,7 +596,7 @@ def test_a_child_names_world_ranks():
 
 
 def test_calls_on_different_communicators_are_a_deadlock_that_names_both():
-    """No rank can know that the other will not make the missing call from another thread: no mismatch."""
+    """No mismatch, because a rank cannot know that the other's threads will not make the missing call."""
 
     def program(comm):
         left, right = comm.split(0), comm.split(0)
@@ -612,9 +612,9 @@ def test_calls_on_different_communicators_are_a_deadlock_that_names_both():
 
 
 def test_started_collectives_that_do_not_match_end_too():
-    """All that are under way end, and none hangs; one that is started later is refused before it starts.
+    """All works under way end, and none hangs; a later one is refused before it starts.
 
-    Those that were started after the one that differs match each other: each ends well or with the mismatch.
+    Works that were started after the different one match each other: each succeeds or raises the mismatch.
     """
 
     def program(comm):
@@ -642,7 +642,7 @@ def test_started_collectives_that_do_not_match_end_too():
 
 
 def test_segments_of_other_lengths_are_a_mismatch():
-    """Settings are compared when ranks join; here they share a process and are given different ones."""
+    """Settings are compared when ranks join; here the ranks share a process and get different settings."""
     other = uni.Config(segment_bytes=4096)
     calls = [CALLS["sum"]._replace(words=f"segment={n}") for n in (262144, 4096)]
 
@@ -663,7 +663,7 @@ def test_segments_of_other_lengths_are_a_mismatch():
 
 # -- which ranks differ ----------------------------------------------------------------------------------
 
-# What one rank calls, what the others call, and in what it differs.
+# The call of one rank, the call of the others, and the difference.
 DIFFERENCES = {
     "verb: barrier, they all_reduce": ("barrier", "sum"),
     "dtype: float64, they float32": ("double", "sum"),
@@ -717,7 +717,7 @@ def test_processes_name_the_rank_that_differs(kind):
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_a_rank_that_holds_the_interpreter_is_shown_without_its_line(kind):
-    """Its fingerprint has come, but nobody there can say where the call stands."""
+    """Its fingerprint has arrived, but no thread of it can report the line of the call."""
     held_s = 3.0
 
     def program(comm: uni.Communicator) -> tuple[str, float]:
@@ -792,7 +792,7 @@ def test_two_ranks_that_differ_each_in_its_own_way_are_both_named():
 
 
 def test_a_call_made_while_the_calls_of_a_mismatch_are_collected_counts():
-    """Two ranks have found that they differ; the third makes its call meanwhile, and decides who is wrong."""
+    """Two ranks have found that they differ; the third's call, made meanwhile, decides which is wrong."""
     comms = uni.local(3)
     found = threading.Event()
     collector = comms[0]._group._mismatches

@@ -1,4 +1,4 @@
-"""Native ranks as real processes: crashes, stops, forks, floods and broken memory, seen by the survivors."""
+"""Native ranks in processes: crashes, stops, forks, floods and corrupt memory, seen by the survivors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from unisono.messaging.peer_down import PeerDown
 CONTEXT = 0xC0FFEE
 PATIENCE_S = 120
 
-# A process of the standard library's that lives on; the leak check must not take it for one of ours.
+# A process of the standard library that stays; started here, so that the leak check knows it.
 multiprocessing.resource_tracker.ensure_running()
 
 LINKS = {
@@ -50,7 +50,7 @@ LINKS = {
 
 
 class Ranks:
-    """Processes that each run one function on a backend of their own, connected by the parent."""
+    """Processes that each run one function on a backend; the parent connects the backends."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -61,7 +61,7 @@ class Ranks:
     def start(
         self, fn: Callable[..., Any], size: int, *args: Any, links: str = "shm", config: Any = None
     ) -> None:
-        """Run `fn(backend, pipe, *args)` in `size` processes; what it returns comes back by the pipe."""
+        """Run `fn(backend, pipe, *args)` in `size` processes; the result is sent back through the pipe."""
         given = credentials(size) if links in ("tls", "quic") else [None] * size
         for rank in range(size):
             ours, theirs = self._context.Pipe()
@@ -124,7 +124,7 @@ def _live(
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[Ranks]:
-    """Processes that end with the test."""
+    """Processes that are ended with the test."""
     folder = tmp_path / "job"
     folder.mkdir(mode=0o700)
     made = Ranks(folder)
@@ -133,7 +133,7 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
 
 
 def ended(backend: NativeBackend, request: Request, timeout: float = PATIENCE_S) -> Request:
-    """Wait for a request, however it ends."""
+    """Wait until a request ends, with or without an error."""
     event = backend.runtime.event()
     request.notify(event.set)
     assert backend.runtime.block(event, timeout, lambda: Waiting(backend.rank, (), "a test")), "it hangs"
@@ -141,7 +141,7 @@ def ended(backend: NativeBackend, request: Request, timeout: float = PATIENCE_S)
 
 
 def done(backend: NativeBackend, request: Request) -> Request:
-    """Wait for a request that must end well."""
+    """Wait for a request that must succeed."""
     if ended(backend, request).error is not None:
         raise request.error
     return request
@@ -152,7 +152,7 @@ def ramp(rank: int, nbytes: int) -> np.ndarray[Any, Any]:
 
 
 def meet(backend: NativeBackend) -> None:
-    """All ranks come here before any goes on."""
+    """Wait until all ranks have called this."""
     for step in (0, 1):
         for peer in range(backend.size):
             if (backend.rank == 0) == (peer != 0):
@@ -163,7 +163,7 @@ def meet(backend: NativeBackend) -> None:
                     done(backend, backend.start_send(peer, 1, 0, memoryview(b"")))
 
 
-# -- good days --------------------------------------------------------------------------------------------
+# -- without failures -------------------------------------------------------------------------------------
 
 
 def exchange(backend: NativeBackend, pipe: Connection, sizes: list[int]) -> list[str]:
@@ -207,7 +207,7 @@ def test_eight_ranks_share_two_cores(ranks: Ranks) -> None:
 
 
 def flood(backend: NativeBackend, pipe: Connection, count: int) -> int:
-    """Rank 0 sends as fast as it can, rank 1 takes slowly: memory stays bounded on both sides."""
+    """Rank 0 sends as fast as it can, and rank 1 receives slowly: memory stays bounded on both sides."""
     piece = memoryview(ramp(0, 4096))
     if backend.rank == 0:
         window: list[Request] = []
@@ -218,7 +218,7 @@ def flood(backend: NativeBackend, pipe: Connection, count: int) -> int:
         for request in window:
             done(backend, request)
     else:
-        time.sleep(0.3)  # let everything pile up that can
+        time.sleep(0.3)  # let messages pile up
         into = memoryview(bytearray(4096))
         for _ in range(count):
             done(backend, backend.start_recv(0, CONTEXT, 0, into))
@@ -233,11 +233,11 @@ def test_a_flood_does_not_grow_memory(ranks: Ranks, links: str) -> None:
     assert IS_SANITIZED or max(rss) < 90_000, f"{rss} KiB"
 
 
-# -- bad days ---------------------------------------------------------------------------------------------
+# -- failures ---------------------------------------------------------------------------------------------
 
 
 class News:
-    """When the backend said that a rank is down."""
+    """The times at which the backend reported ranks down."""
 
     def __init__(self, backend: NativeBackend) -> None:
         self.told: dict[int, tuple[PeerDown, float]] = {}
@@ -285,7 +285,7 @@ def survive(backend: NativeBackend, pipe: Connection, victim: int) -> Any:
 
 
 def meet_others(backend: NativeBackend, victim: int) -> None:
-    """The survivors still work."""
+    """Check that the survivors still work together."""
     others = [r for r in range(backend.size) if r != victim]
     after = others[(others.index(backend.rank) + 1) % len(others)]
     receive = backend.start_recv(ANY, CONTEXT, 5, None)
@@ -328,7 +328,7 @@ def test_a_stopped_rank_is_known_by_its_silence(ranks: Ranks, links: str) -> Non
 
 
 def be_helped(backend: NativeBackend, pipe: Connection, nbytes: int) -> bool:
-    """Rank 0 sends, and copies a part of it to rank 1 itself, until it is stopped and declared dead."""
+    """Rank 0 sends, copying a part itself into rank 1's memory, until it is stopped and declared dead."""
     memory = np.zeros(nbytes, np.uint8)
     turn = 0
     while True:
@@ -344,7 +344,7 @@ def be_helped(backend: NativeBackend, pipe: Connection, nbytes: int) -> bool:
     assert isinstance(error, PeerLost), error
     if backend.rank == 0:
         return True
-    memory.fill(0xA5)  # it is ours again
+    memory.fill(0xA5)  # the memory is the caller's again
     pipe.send("lost")
     assert pipe.recv() == "look"
     return bool((memory == 0xA5).all())
@@ -368,9 +368,9 @@ def hold_the_gil(backend: NativeBackend, pipe: Connection, seconds: int) -> bool
     news = News(backend)
     meet(backend)
     if backend.rank == 1:
-        ctypes.PyDLL(None).sleep(seconds)  # as a C extension that never lets go
+        ctypes.PyDLL(None).sleep(seconds)  # like a C extension that never releases the GIL
     meet(backend)
-    # The other may be done first, and leave: that is no death.
+    # The other rank may be done first, and leave: this is no death.
     return all(down.left for down, _ in news.told.values())
 
 
@@ -379,7 +379,7 @@ def hold_the_gil(backend: NativeBackend, pipe: Connection, seconds: int) -> bool
 def test_a_rank_that_holds_the_gil_is_not_dead(
     ranks: Ranks, links: str, request: pytest.FixtureRequest
 ) -> None:
-    # Longer than silence may last; in the long run the minute that is promised.
+    # Longer than the limit for silence; with --long the documented minute.
     ranks.start(hold_the_gil, 2, 60 if request.config.getoption("--long") else 4, links=links)
     assert ranks.get(0)
     assert ranks.get(1)
@@ -415,7 +415,7 @@ def test_a_forked_child_neither_uses_nor_disturbs_the_engine(ranks: Ranks) -> No
 
 
 def cancel_races(backend: NativeBackend, pipe: Connection, turns: int) -> tuple[int, int]:
-    """Rank 0 cancels large sends while rank 1 may be reading them: all arrives, or nothing."""
+    """Rank 0 cancels long sends while rank 1 may be reading them: all of a message arrives, or none of it."""
     n = 700_001
     withdrawn = arrived = 0
     for turn in range(turns):
@@ -425,7 +425,7 @@ def cancel_races(backend: NativeBackend, pipe: Connection, turns: int) -> tuple[
             time.sleep((turn % 7) * 0.0002)
             if send.cancel():
                 withdrawn += 1
-                data[:] = 0xFF  # it is ours again
+                data[:] = 0xFF  # the memory is the caller's again
                 done(backend, backend.start_send(1, CONTEXT, turn, memoryview(b"gone")))
             else:
                 done(backend, send)
@@ -459,7 +459,7 @@ def corrupt(backend: NativeBackend, pipe: Connection, seed: int) -> str:
     rng = np.random.default_rng(seed)
     low, high = _link_memory()
     stop = time.monotonic() + PATIENCE_S
-    # By way of this file, because the memory is gone once the link is closed.
+    # Through this file, because the memory is unmapped once the link is closed.
     with open("/proc/self/mem", "r+b", buffering=0) as memory:
         while not news.told and time.monotonic() < stop:
             with contextlib.suppress(OSError):
@@ -521,7 +521,7 @@ def test_garbage_at_the_listener_is_dropped(tmp_path: Path) -> None:
         for junk in (b"", b"GET / HTTP/1.0\r\n\r\n", os.urandom(72), os.urandom(5000)):
             with socket.create_connection((cards[0].address, cards[0].port)) as stranger:
                 stranger.settimeout(10)
-                # The listener may hang up at any of these: what counts is that it says nothing.
+                # The listener may close the connection at any of these, but must send nothing.
                 with contextlib.suppress(OSError):
                     stranger.sendall(junk)
                     stranger.shutdown(socket.SHUT_WR)
@@ -558,7 +558,7 @@ CROSSING = 1  # connect/connector.hpp: Admission
 
 @pytest.mark.parametrize("medium", ["shm", "tcp"])
 def test_a_rank_that_dies_after_it_confirmed_its_call_is_lost_at_once(tmp_path: Path, medium: str) -> None:
-    """Both call at once: rank 0 refuses our call for the sake of its own, and dies before that comes."""
+    """Both ranks call at once: rank 0 refuses our call in favour of its own, and dies before that arrives."""
     tmp_path.chmod(0o700)
     secret, is_unix = b"secret", medium == "shm"
     survivor = NativeBackend(1, 2, str(tmp_path), secret, shm=is_unix)
@@ -589,7 +589,7 @@ def test_a_rank_that_dies_after_it_confirmed_its_call_is_lost_at_once(tmp_path: 
 
 
 def refuse_for_our_own_call(caller: socket.socket, secret: bytes) -> None:
-    """The acceptor's part of a handshake, as native/connect/handshake.hpp draws it."""
+    """The acceptor's side of a handshake, as in native/connect/handshake.hpp."""
     said, nonce = exactly(caller, HELLO.size), os.urandom(32)
     caller.sendall(nonce + hmac.digest(secret, b"acceptor" + said + nonce, "sha256"))
     introduction, fds, _, _ = socket.recv_fds(caller, 56, 2)

@@ -1,6 +1,6 @@
-"""Threats at the engine's listener and on its links, as in SECURITY.md: strangers, liars, bombs, crowds.
+"""The threats of SECURITY.md at the engine's listener and on its links: strangers, forgeries, bombs, crowds.
 
-Every test ends with ranks that still work together.
+At the end of every test the ranks still work together.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     def start(
         size: int, ranks: Sequence[int] | None = None, *, hosts: bool = False, **settings: Any
     ) -> list[NativeBackend]:
-        # Nobody is to be taken for dead because this machine is busy.
+        # No rank may be declared dead because this machine is busy.
         common = {"shm": False, "neighbours": False, "config": Config(silence_s=20.0)}
         for rank in range(size) if ranks is None else ranks:
             given = {**common, "host": f"host {rank}" if hosts else "", **settings}
@@ -84,7 +84,7 @@ def ended(backend: NativeBackend, request: Request) -> Request:
 
 
 def exchange(one: NativeBackend, other: NativeBackend, nbytes: int = 100_003) -> None:
-    """Both get what the other sent."""
+    """Each of two ranks receives the message of the other."""
     rows = {b.rank: (np.arange(nbytes) * 7 + b.rank).astype(np.uint8) for b in (one, other)}
     into = {b.rank: np.zeros(nbytes, np.uint8) for b in (one, other)}
     pairs = ((one, other), (other, one))
@@ -98,7 +98,7 @@ def exchange(one: NativeBackend, other: NativeBackend, nbytes: int = 100_003) ->
 
 
 def call(one: NativeBackend, other: NativeBackend) -> None:
-    """The first opens the link."""
+    """Send a message; the first rank opens the link."""
     assert ended(one, one.start_send(other.rank, CONTEXT, 0, memoryview(b"x"))).error is None
     assert ended(other, other.start_recv(one.rank, CONTEXT, 0, None)).data == b"x"
 
@@ -128,14 +128,14 @@ def memory_kib() -> int:
 
 
 def said_nothing(sock: socket.socket) -> bool:
-    """The listener hung up, or sent an alert, but no word of ours inside TLS."""
+    """Whether the listener closed the connection, or sent an alert, without any data inside TLS."""
     return exactly(sock, 1) == b""
 
 
 def as_rank(
     card: Card, shown: Credentials | None, rank: int, change: Callable[[ssl.SSLContext], None]
 ) -> bool:
-    """Call with these credentials and say to be `rank`; whether it is admitted."""
+    """Connect with these credentials and claim to be `rank`; return whether the call is admitted."""
     client = context(shown)
     change(client)
     with connected(card) as sock:
@@ -183,7 +183,7 @@ def test_a_stranger_is_refused_and_named(make: Make, caplog: pytest.LogCaptureFi
         wait_until(lambda: refused(backends[0]) == 1, "it is counted")
         wait_until(lambda: reason in caplog.text, "it is logged")
     assert "127.0.0.1" in caplog.text
-    # The same call of a member is welcome: it was the stranger's credentials that were not.
+    # The same call of a member is admitted, so the stranger's credentials were the reason.
     assert as_rank(cards[0], issuer.credentials(2), 2, lambda _: None)
     exchange(*backends)
 
@@ -215,7 +215,7 @@ def test_a_stranger_gets_less_than_4_kib(make: Make) -> None:
         client.do_handshake()
     with connected(card) as sock:
         sock.sendall(outward.read())
-        # It never answers: all that comes until the listener gives up is for a stranger.
+        # The stranger never replies, so it gets all bytes that the listener sends before authentication.
         assert 0 < len(exactly(sock, 1 << 20)) < 4096
 
 
@@ -234,11 +234,11 @@ def test_credentials_that_do_not_fit_are_refused_at_once(make: Make) -> None:
     backend.connect(cards, mine)
 
 
-# -- somebody in between ----------------------------------------------------------------------------------
+# -- a man in the middle ----------------------------------------------------------------------------------
 
 
 class Between:
-    """A port that forwards to an engine what it receives, as `change(number, direction, data)` makes it."""
+    """A port that forwards to an engine the result of `change(number, direction, data)`."""
 
     def __init__(self, card: Card, change: Callable[[int, int, bytes], bytes]) -> None:
         self._change = change
@@ -345,18 +345,18 @@ LINKS: dict[str, dict[str, Any]] = {"checksums": {"hosts": True}, "tls": {"tls":
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A thousand flips in the long run."""
+    """Flip a thousand bits with --long, few otherwise."""
     if metafunc.function is test_a_flipped_bit_ends_the_link_and_never_becomes_a_value:
         metafunc.parametrize("seed", range(500 if metafunc.config.getoption("--long") else 12))
 
 
 @pytest.mark.parametrize("links", LINKS)
 def test_a_flipped_bit_ends_the_link_and_never_becomes_a_value(make: Make, links: str, seed: int) -> None:
-    """One bit, anywhere behind the handshake, in either direction of either connection."""
+    """One bit, anywhere after the handshake, in either direction of either connection."""
     issuer = Issuer(2) if links == "tls" else None
     backends = make(2, **LINKS[links])
     rng = random.Random(seed)
-    number, direction = rng.randrange(2), rng.randrange(2)  # the control connection is the first
+    number, direction = rng.randrange(2), rng.randrange(2)  # the first connection is the control lane
     at = 2500 + rng.randrange(200 if number == 0 else 400_000)
     bit, passed = 1 << rng.randrange(8), 0
 
@@ -396,7 +396,7 @@ def head(
     return HEAD.pack(kind | flags << 8, 255, 0, header, context, tag, nbytes)
 
 
-# Lengths beyond what the receiver asked for, or any message may have.
+# Lengths beyond the receiver's request, or beyond any allowed message.
 BOMBS = {
     "a message of 2^63 bytes": head(EAGER, nbytes=1 << 63),
     "a message of 2^64 - 1 bytes": head(EAGER, nbytes=(1 << 64) - 1),
@@ -440,7 +440,7 @@ def test_a_bomb_ends_its_link_and_takes_no_memory(make: Make) -> None:
 
 
 def test_a_peer_that_queries_and_reads_nothing_is_dropped_and_takes_little_memory(make: Make) -> None:
-    """Each offer and its withdrawal are answered; a member that never reads would be answered for ever."""
+    """Each RTS and its withdrawal are answered; a peer that never reads would queue answers without bound."""
     first, last = backends = make(3, (0, 2))
     connect(backends, cards=[first.card()] * 2 + [last.card()])
     exchange(*backends)
@@ -487,7 +487,7 @@ def test_random_frames_of_a_member_hurt_nobody_else(make: Make) -> None:
                     header=rng.choice((0, 0, 3, 1024, 1025)),
                     context=rng.choice((0, 1, CONTEXT, number)),
                     tag=rng.choice((0, number)),
-                    # Not the truth about others: that a rank may say what it saw is its right.
+                    # Reports about other ranks are left out: a peer may send them.
                     nbytes=number if kind != DOWN else 0,
                 )
                 if kind == DOWN:
@@ -498,7 +498,7 @@ def test_random_frames_of_a_member_hurt_nobody_else(make: Make) -> None:
 
 
 def test_a_peer_that_does_not_read_does_not_grow_the_senders_memory(make: Make) -> None:
-    """A member that takes nothing and says nothing is known by its silence, and held back until then."""
+    """The sender stops at the credit of a peer that reads nothing, and loses the peer by its silence."""
     first = make(2, (0,), config=Config())[0]
     connect([first], cards=[first.card()] * 2)
     with Member(first.card(), SECRET, 1, 0, 2):
@@ -527,13 +527,13 @@ def test_a_crowd_at_the_listener_keeps_no_member_out(make: Make, tls: bool) -> N
         for i in range(400):
             sock = stack.enter_context(socket.create_connection((card.address, card.port), timeout=30))
             with contextlib.suppress(ConnectionError):
-                sock.sendall(b"\x16\x03\x01"[: i % 4])  # the beginning of a handshake, or nothing
+                sock.sendall(b"\x16\x03\x01"[: i % 4])  # the start of a handshake, or nothing
             crowd.append(sock)
         wait_until(lambda: refused(backends[0]) >= 400 - 128, "the oldest of one address go first")
-        # 128 strangers wait, and each costs less than 64 KiB.
+        # 128 strangers wait, and each takes less than 64 KiB.
         assert IS_SANITIZED or memory_kib() - before < 128 * 64 + 4096
         exchange(*backends)
-        # After 5 s nobody is left.
+        # After 5 s all strangers are dropped.
         wait_until(lambda: refused(backends[0]) >= 400, "strangers have a time")
         assert all(said_nothing(sock) for sock in crowd)
 
@@ -557,7 +557,7 @@ def test_refused_callers_are_named_a_few_times_and_then_counted(
     assert f"{2 * NAMED_MAX} more" in lines[-1]
 
 
-# -- what is open -----------------------------------------------------------------------------------------
+# -- open ports -------------------------------------------------------------------------------------------
 
 
 def listening() -> set[str]:
@@ -583,7 +583,7 @@ def test_a_rank_listens_on_one_port_of_one_address(make: Make) -> None:
 
 
 def as_nobody(path: str) -> bytes:
-    """The answer to another user that connects to a unix socket."""
+    """The reply to another user that connects to a unix socket."""
     inward, outward = os.pipe()
     child = os.fork()
     if child == 0:
@@ -612,7 +612,7 @@ def test_another_user_finds_no_way_to_shared_memory() -> None:
             connect(backends)
             path = backends[0].card().unix_path
             assert as_nobody(path) == b"PermissionError"
-            # Even with an open folder and an open socket: the kernel says who calls.
+            # Even with an open folder and an open socket: the kernel reports the user of the caller.
             Path(folder).chmod(0o755)
             Path(path).chmod(0o777)
             assert as_nobody(path) in (b"said b''", b"ConnectionResetError")

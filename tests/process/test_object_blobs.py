@@ -1,4 +1,4 @@
-"""Collectives of objects with long content: it travels beside the heads of objects, from memory to memory."""
+"""Collectives of objects with long content, which is sent as blobs beside the heads, without copies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ramp(count: int, salt: int) -> bytes:
 
 @functools.cache
 def things(salt: int) -> list[Any]:
-    """Objects on both sides of every limit, with one blob of every kind, with several and with none."""
+    """Objects on both sides of every limit, with one blob of each kind, with several blobs and with none."""
     ascii_text = ramp(LONG, salt).translate(bytes(65 + n % 58 for n in range(256))).decode()
     arrays = {
         f"{dtype.name}": ((np.arange(2053) * 3 + salt) % 101).astype(dtype.storage)
@@ -72,7 +72,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def thing(number: int, source: int, target: int = 0) -> Any:
-    """What a rank sends to another in round `number`: ranks send different kinds at a time."""
+    """The object from one rank to another in round `number`; in one round ranks send different kinds."""
     every = things(source + 10 * target)
     return every[(number + 3 * source + 5 * target) % len(every)]
 
@@ -122,7 +122,7 @@ every_verb = pytest.mark.parametrize("verb", VERBS)
 
 
 class Started:
-    """The verbs of a communicator, started and waited for."""
+    """A communicator whose verbs are started and then waited for."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -151,7 +151,7 @@ def test_long_objects_of_every_kind_arrive_and_python_has_no_part_in_it(
             for number in range(ROUNDS):
                 got, wanted = verb(verbs, comm, number)
                 notes.expect(same(got, wanted), True, f"round {number}")
-            if verbs is comm:  # the pump may adopt a started call that has to wait for its second stage
+            if verbs is comm:  # Python may adopt a started call that waits before its second stage
                 notes.expect(adopted(comm), 0, "calls that Python adopted")
         return notes
 
@@ -182,7 +182,7 @@ def test_one_rank_in_python_and_the_others_in_the_engine(world: MakeWorld, verb:
 def test_python_carries_on_with_the_heads_that_the_engine_got(
     world: MakeWorld, verb: Verb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A started call that nobody waits for is adopted behind its first stage."""
+    """Python adopts a started call after its first stage if no thread waits for it."""
     comms, finished = world(3), []
     finish = vector_collectives.finish
     monkeypatch.setattr(
@@ -191,7 +191,7 @@ def test_python_carries_on_with_the_heads_that_the_engine_got(
     )
 
     class Late(Started):
-        """A call that finds the fast path closed behind its first stage."""
+        """A call that finds the fast path closed after its first stage."""
 
         def __getattr__(self, name: str) -> Callable[..., Any]:
             def call(*given: Any) -> Any:
@@ -245,7 +245,7 @@ def test_what_came_belongs_to_its_receiver_and_the_next_call_leaves_it_alone(wor
             for value in mine:
                 came = comm.all_gather_object(value)
                 if turn % 2:
-                    kept.append(came)  # the memory of the others is used again
+                    kept.append(came)  # the memory of other results is reused
                 for rank, one in enumerate(came):
                     if isinstance(one, bytes):
                         notes.expect(one, ramp(LONG, rank), f"bytes of {rank}")
@@ -253,7 +253,7 @@ def test_what_came_belongs_to_its_receiver_and_the_next_call_leaves_it_alone(wor
                     elif rank != comm.rank:
                         one[:3] = type(one)(b"abc") if isinstance(one, bytearray) else -1
                 if not isinstance(value, bytes):
-                    came[comm.rank][0] = 77  # a copy, not what was given
+                    came[comm.rank][0] = 77  # a copy, not the input
             notes.expect(mine[1], bytearray(ramp(LONG, comm.rank)), "the bytearray that was given")
             notes.expect(same(mine[2], np.arange(LONG) + comm.rank), True, "the array that was given")
         for came in kept:

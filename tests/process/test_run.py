@@ -1,4 +1,4 @@
-"""`unisono run` with real processes: output, exit codes, signals, several nodes, and nobody left behind."""
+"""`unisono run`: output, exit codes, signals, several nodes, and no process left behind."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ __all__ = ["hosts"]
 
 PATIENCE_S = 60.0
 
-# What every program here begins with; without unisono, since it only needs its place.
+# The head of every program; it does not import unisono, since it needs only the variables of its rank.
 HEAD = "import os, signal, sys, threading\nrank = int(os.environ['UNISONO_RANK'])\n"
 
-# A program whose ranks meet as uni.init will make them meet.
+# A program whose ranks join as with uni.init.
 MEET = """
 from unisono import environment
 from unisono.config import Config
@@ -224,7 +224,7 @@ def test_the_first_failing_rank_speaks_last_and_gives_the_code(
     assert words in err[err.index("unisono run: rank 1 failed first (") :]
 
 
-# Ranks that wait in init for one that has ended, and say how long they waited.
+# Ranks that wait in init for a rank that has ended, and print how long they waited.
 WAIT = """
 import time, unisono as uni
 began = time.monotonic()
@@ -353,7 +353,7 @@ def test_an_exception_reaches_the_others_without_a_with_block(program) -> None: 
         "[2] 1 ValueError: the root of it",
     ]
     assert "ValueError: the root of it" in err
-    assert code in (1, 7)  # a rank that catches the error and ends by itself may be the first
+    assert code in (1, 7)  # a rank that catches the error and ends may be the first
 
 
 def test_ranks_share_a_session_and_have_process_groups_of_their_own(program) -> None:  # type: ignore[no-untyped-def]
@@ -366,7 +366,7 @@ def test_ranks_share_a_session_and_have_process_groups_of_their_own(program) -> 
     assert len(places) == 3
 
 
-# As a shell does it: a command in the foreground of a session that has the terminal; then the command's code.
+# Like a shell: runs a command in the foreground of a session with a terminal, and prints its exit code.
 SHELL = (
     "import fcntl, subprocess, sys, termios\n"
     "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
@@ -382,7 +382,7 @@ SHELL = (
 
 @contextlib.contextmanager
 def at_terminal(path: str, size: int) -> Iterator[tuple[int, Iterator[str]]]:
-    """`unisono run` at a terminal: what to write keys to, and the lines that come."""
+    """`unisono run` at a terminal: the file to write keys to, and the lines of output."""
     master, slave = os.openpty()
     command = [sys.executable, "-m", "unisono", "run", "-n", str(size), path]
     try:
@@ -480,7 +480,7 @@ def test_a_rank_that_ignores_sigterm_is_killed(program, tmp_path: Path) -> None:
         since = time.monotonic() - float((tmp_path / "failed at").read_text())
         assert min(since, seconds()) < 2 * (1 + 3 + 1)
     assert code == 3
-    assert out in ("[0] not yet\n", "")  # the signal may come before its handler is set
+    assert out in ("[0] not yet\n", "")  # the signal may arrive before its handler is set
 
 
 @pytest.mark.parametrize(
@@ -593,7 +593,7 @@ def test_no_rank_outlives_a_killed_launcher(program) -> None:  # type: ignore[no
 
 
 def test_a_rank_that_starts_as_the_launcher_dies_does_not_live(program) -> None:  # type: ignore[no-untyped-def]
-    """Kill the launcher at some moments of its start; whatever was started by then must go."""
+    """Kill the launcher at several moments of its start; all processes started by then must end."""
     path = program(LOOP)
     for delay in (0.25, 0.35, 0.45, 0.55):
         with launched("-n", "4", path) as launcher:
@@ -603,7 +603,7 @@ def test_a_rank_that_starts_as_the_launcher_dies_does_not_live(program) -> None:
             pids = [int(pid) for pid in children.read_text().split()]
             launcher.process.kill()
             launcher.process.wait(PATIENCE_S)
-            # The end of the pipe: every process that held it, also one that we have not seen, is gone.
+            # At the end of the pipe every process that held it has ended, also an unknown one.
             launcher.out.read()
         assert gone(pids, 2 * 0.5)
 
@@ -621,7 +621,7 @@ def test_children_of_ranks_go_with_them(program) -> None:  # type: ignore[no-unt
     assert gone(pids, 1)
 
 
-# -- meeting -----------------------------------------------------------------------------------------------
+# -- joining -----------------------------------------------------------------------------------------------
 
 
 def test_ranks_of_one_host_meet_without_encryption(program) -> None:  # type: ignore[no-untyped-def]
@@ -676,7 +676,7 @@ def test_ranks_of_another_launcher_meet_on_one_host(launcher: str, tmp_path: Pat
     with ThreadPoolExecutor(2) as pool:
         ends = list(pool.map(one, (1, 0)))
     assert [end.stdout for end in ends] == [f"met {r} card 1 {r} False\n" for r in (1, 0)], ends
-    # Nothing is left but the folder, and a note of the end where another job may have the same name.
+    # Only the folder is left, and a note of the end if another job may have the same name.
     left = [path.name for path in tmp_path.rglob("*")]
     assert left[0] == f"unisono-{os.getuid()}"
     assert [name.rpartition(".")[2] for name in left[1:]] == ["end"] * (launcher == "bare")

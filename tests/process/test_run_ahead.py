@@ -41,21 +41,21 @@ def value(k: int) -> np.ndarray[Any, Any]:
 
 
 def cast(comm: Communicator, k: int, root: int = 0) -> np.ndarray[Any, Any]:
-    """Broadcast what root has at step k. One line for all: another line would be another call."""
+    """Broadcast root's value of step k. One line for all calls: another line would be another call."""
     x = value(k) if comm.rank == root else np.full(2, -1, np.int64)
     comm.broadcast(x, root)
     return x
 
 
 def total(comm: Communicator) -> np.ndarray[Any, Any]:
-    """All wait for all, and know afterwards that all were there."""
+    """An all_reduce: every rank waits for all others, and so confirms all earlier calls."""
     x = np.full(3, comm.rank + 1.0)
     comm.all_reduce(x)
     return x
 
 
 def warm(comm: Communicator) -> None:
-    """Let both roots' calls be known, and show everybody that all have made them."""
+    """Make the calls of both roots known, and confirm them on all ranks."""
     for k in range(4):
         for root in (0, 1):
             cast(comm, k, root)
@@ -64,7 +64,7 @@ def warm(comm: Communicator) -> None:
 
 
 def first_error(*calls: Callable[[], Any]) -> Any:
-    """The error of the first call that failed. A late rank gets it in the wrong call itself."""
+    """The error of the first call that failed. A late rank gets it in the different call itself."""
     for call in calls:
         if isinstance(error := outcome(call), Exception):
             return error
@@ -129,7 +129,7 @@ def test_long_calls_run_ahead_as_far_as_the_credit_reaches(world: MakeWorld) -> 
 
 @every_kind
 def test_a_receiver_that_confirms_lets_the_root_go_on(world: MakeWorld, kind: str) -> None:
-    """A call that waits for everybody proves the earlier ones: then the root is not ahead at all."""
+    """A call that waits for all ranks confirms the earlier ones: then the root is not ahead."""
     comms = world(3, kind)
 
     def program(comm: Communicator) -> Notes:
@@ -177,7 +177,7 @@ def test_a_root_that_ran_ahead_gets_the_mismatch_in_its_next_call(
         warm(comm)
 
         def go_on() -> None:
-            # A rank that lags behind may learn of it before its own turn has come.
+            # A slow rank may get the error before it makes its own call.
             for k in range(10):
                 cast(comm, k)
             if comm.rank == 2:
@@ -204,7 +204,7 @@ def test_a_root_that_ran_ahead_gets_the_mismatch_in_its_next_call(
 def test_two_roots_that_both_ran_ahead_get_the_mismatch_in_their_next_call(
     world: MakeWorld, kind: str
 ) -> None:
-    """Nobody waits for anybody in the wrong call, and the next one is right on both."""
+    """No rank waits in the different call, and the next call is the same on both ranks."""
     comms = world(2, kind)
 
     def program(comm: Communicator) -> Any:
@@ -247,7 +247,7 @@ def test_a_call_through_python_finds_it_too(world: MakeWorld, kind: str) -> None
 
 
 def test_a_late_report_of_a_message_that_was_claimed_is_no_mismatch(world: MakeWorld) -> None:
-    """The engine reports a waiting message; before Python looks, its call and hundreds of others are made."""
+    """The engine reports an unclaimed message; before Python handles that, hundreds of calls are made."""
     comms = world(2)
     run_each(warm, comms)
     reported = comms[1]._group.call_log.next
@@ -313,7 +313,7 @@ def test_a_mismatch_that_was_raised_is_not_raised_again_by_close(world: MakeWorl
 @every_kind
 @pytest.mark.parametrize("is_late", [False, True])
 def test_what_a_root_broadcast_before_it_left_is_received(world: MakeWorld, kind: str, is_late: bool) -> None:
-    """Whether it is still waiting to leave, or has left long ago because nobody came."""
+    """Whether the root still waits in `close`, or has already left because no receiver called."""
     comms = world(3, kind, **({"flush_s": 0.05} if is_late else {}))
     ready, both = threading.Event(), threading.Barrier(2)
 
@@ -331,7 +331,7 @@ def test_what_a_root_broadcast_before_it_left_is_received(world: MakeWorld, kind
         assert ready.wait(PATIENCE_S)
         for k in range(20):
             notes.expect(cast(comm, k), value(k), f"#{k}")
-        both.wait(PATIENCE_S)  # the first error ends the calls of all
+        both.wait(PATIENCE_S)  # the first error ends the calls of all ranks
         error = outcome(lambda: cast(comm, 20))
         notes.expect(isinstance(error, PeerLost) and error.ranks == (0,), True, f"then {error!r}")
         return notes

@@ -1,4 +1,4 @@
-"""uni.spawn's part below the engine, with real processes: results, errors, ends, and nobody left behind."""
+"""uni.spawn without the engine: results, errors, ends, and no process left behind."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(*arguments: str) -> dict[str, Any]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; a zombie that waits for its reaper does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -152,7 +152,7 @@ def test_a_timeout_ends_all_and_names_the_missing_ranks() -> None:
     assert said["error"] == "DeadlineExceeded"
     assert said["waiting_on"] == [1, 2]
     assert "ranks 1, 2 of 3 had not ended after" in said["text"]
-    assert said["seconds"] < 2 * (5.0 + 1.0)  # the timeout and a second to end by SIGTERM, which they ignore
+    assert said["seconds"] < 2 * (5.0 + 1.0)  # the timeout, and a second for SIGTERM, which the ranks ignore
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
@@ -222,7 +222,7 @@ def test_nothing_typed_at_a_prompt_can_be_spawned() -> None:
     ("top", "guarded", "is_module"),
     [
         ("", "def work(comm):\n        return 2", False),
-        ("def work(comm):\n    return 1", "def work(comm):\n        return 2", True),  # not the one meant
+        ("def work(comm):\n    return 1", "def work(comm):\n        return 2", True),  # another function
     ],
 )
 def test_a_function_under_the_guard_is_refused_in_words(

@@ -1,4 +1,4 @@
-"""Ranks on two hosts: every collective over TLS, whatever the address; and what the cable shows."""
+"""Ranks on two hosts: every collective over TLS, with every kind of address; and the captured packets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PATIENCE_S = 120
 def run(
     hosts: Hosts, folder: Path, ranks: int, *options: str, backend: str = "native"
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run the program on both hosts; the options are node 0's."""
+    """Run the program on both hosts; the options are for node 0."""
     file = str(folder / "job.ticket")
 
     def node(number: int) -> subprocess.CompletedProcess[str]:
@@ -41,7 +41,7 @@ def run(
 
 
 def secrets(folder: Path) -> list[bytes]:
-    """The token and the ranks' keys and secrets, in every form that might leave a process."""
+    """The token and the ranks' keys and secrets, in every form in which they might be sent."""
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     token = (folder / "ticket").read_text().rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""Works that several threads, signal handlers and finalizers use at once: each case was a fault once."""
+"""Works that several threads, signal handlers and finalizers use at once."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ STALL_S = 0.25
 
 
 def waiting(call: Callable[[], Any]) -> Waiter:
-    """A thread that waits in the engine, most likely."""
+    """A thread that most likely waits in the engine already."""
     waiter = Waiter(call)
     time.sleep(0.02)
     return waiter
 
 
 class CollectedLate:
-    """Garbage in a cycle: `call` runs when the collector finds it."""
+    """Garbage in a cycle; `call` runs when the collector finds it."""
 
     def __init__(self, call: Callable[[], object]) -> None:
         self._itself = self
@@ -99,11 +99,11 @@ def test_what_is_no_number_of_seconds_is_refused_and_the_work_goes_on(world: Mak
         assert work.wait(PATIENCE_S).tolist() == [1, 3, 5, 7, 9]
 
 
-# -- another thread ends it meanwhile ---------------------------------------------------------------------
+# -- another thread ends the work meanwhile ---------------------------------------------------------------
 
 
 def test_a_work_that_ends_while_a_signal_handler_runs_in_its_wait(world: MakeWorld):
-    """The thread that was interrupted must not let Python adopt what another has taken."""
+    """The interrupted thread must not let Python adopt an operation that another thread has concluded."""
     comms = world(2, stall_query_s=STALL_S, stall_log_s=STALL_S, deadlock_after_s=0)
     buffer = np.zeros(3)
     began = time.monotonic()
@@ -116,7 +116,7 @@ def test_a_work_that_ends_while_a_signal_handler_runs_in_its_wait(world: MakeWor
 
     before = signal.signal(signal.SIGUSR1, handle)
     try:
-        # In the last slice before the stall: the handler runs when Python would look at the work.
+        # Just before the stall, so that the handler runs when Python would adopt the work.
         late = threading.Timer(
             began + STALL_S - 0.02 - time.monotonic(), lambda: os.kill(os.getpid(), signal.SIGUSR1)
         )
@@ -130,7 +130,7 @@ def test_a_work_that_ends_while_a_signal_handler_runs_in_its_wait(world: MakeWor
 
 
 def test_a_work_that_ends_while_python_is_about_to_adopt_it(world: MakeWorld):
-    """The garbage collector runs in the middle: a finalizer lets another thread take the work."""
+    """The garbage collector runs in the middle: a finalizer lets another thread conclude the work."""
     comms = world(2, stall_query_s=3600.0)
     buffer = np.zeros(3)
     work = comms[1].start.recv(buffer, src=0)
@@ -159,14 +159,14 @@ def test_a_work_that_ends_while_python_is_about_to_adopt_it(world: MakeWorld):
 def test_a_collective_that_ends_when_the_time_of_a_wait_is_over(
     world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ):
-    """It ends while Python adopts it: the wait gives the result, not what the task of Python gives."""
+    """It ends while Python adopts it: the wait returns the engine's result, not that of Python's task."""
     comms = world(2, stall_query_s=3600.0)
     work = comms[0].start.all_reduce(np.arange(5.0))
     adopt = Adoption.adopt
 
     def late(self: Adoption, *call: Any) -> Work[Any]:
         comms[1].all_reduce(np.arange(5.0) + 1)
-        time.sleep(0.05)  # the other rank's engine has it by then, too
+        time.sleep(0.05)  # the engine of the other rank has the result by then, too
         return adopt(self, *call)
 
     monkeypatch.setattr(Adoption, "adopt", late)
@@ -179,7 +179,7 @@ def test_a_collective_that_ends_when_the_time_of_a_wait_is_over(
 def test_nothing_is_received_into_the_memory_of_a_call_that_was_left(
     world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ):
-    """A second Ctrl-C comes while the first cancels the call, whose memory may be freed from then on."""
+    """A second Ctrl-C arrives while the first cancels the call; from then on its memory may be freed."""
     comms = world(2, stall_query_s=0.02, deadlock_after_s=0.02)
 
     def leave(work: Work[Any]) -> Any:
@@ -206,7 +206,7 @@ def test_nothing_reads_the_memory_of_a_collective_that_was_left(
 
     monkeypatch.setattr(adoption, "wait_or_cancel", leave)
     with pytest.raises(KeyboardInterrupt):
-        comms[0].all_reduce(np.ones(300_001, np.float16), op="mean")  # reduced in memory of the call's own
+        comms[0].all_reduce(np.ones(300_001, np.float16), op="mean")  # reduced in the call's own memory
     monkeypatch.undo()
     late = waiting(lambda: comms[1].all_reduce(np.ones(300_001, np.float16), op="mean", timeout=1.0))
     assert isinstance(late.outcome(), UnisonoError)
@@ -266,7 +266,7 @@ def test_a_result_that_cannot_be_made_is_an_error_in_every_thread_that_waits(wor
 
 
 def test_works_of_closed_communicators_end(world: MakeWorld):
-    """Threads start works on communicators of their own that are closed under them."""
+    """Threads start works on communicators that are closed meanwhile."""
     comms = world(2)
 
     def program(comm: Communicator) -> None:
@@ -310,7 +310,7 @@ print("last line", flush=True)
 
 
 def test_an_interpreter_ends_while_a_thread_runs_python_inside_a_wait():
-    """CPython unwinds the stack of such a thread; under ASan that was an error, in frames of C++."""
+    """CPython unwinds the stack of such a thread through C++ frames, which must not be an error in ASan."""
     ended = subprocess.run(
         [sys.executable, "-c", SPINNING], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )

@@ -1,4 +1,4 @@
-"""Works of native ranks: callbacks, awaits, waits for several, and what becomes of those that are dropped."""
+"""Works of native ranks: callbacks, awaits, waits for several works, and dropped works."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
 
 
 def adopted(comm: Communicator) -> int:
-    """How many calls Python had to carry on."""
+    """The number of calls that Python adopted."""
     native = comm._group.native
     assert native is not None
     return native.adopted
@@ -88,7 +88,7 @@ def test_a_waiting_thread_dispatches_completions_of_other_groups_and_stays_in_th
             comm.barrier()
             if comm.rank == 1:
                 group.close()
-                wait_until(lambda: 1 in groups[0]._group.state.left)  # rank 0 waits, and gets the goodbye
+                wait_until(lambda: 1 in groups[0]._group.state.left)  # rank 0 waits, and receives the goodbye
             assert np.array_equal(meet(comm), summed(2)), turn
         return adopted(comm) - before
 
@@ -140,7 +140,7 @@ def test_callbacks_run_in_the_order_in_which_works_end(world: MakeWorld):
 
 
 def test_each_collective_is_called_back_once_while_a_callback_keeps_the_thread(world: MakeWorld):
-    """The first callback keeps the thread until all have ended."""
+    """The first callback blocks the thread until all collectives have ended."""
     comms = world(2)
     ended: list[int] = []
     gate = threading.Event()
@@ -308,7 +308,7 @@ def test_works_of_several_backends_are_waited_for_together(world: MakeWorld):
 
 
 def test_a_wait_for_several_that_stalls_still_gets_its_message(world: MakeWorld):
-    """After a while Python sees the wait, and it goes on there; the receives stay in the engine."""
+    """After the stall limit the wait goes on in Python; the receives stay in the engine."""
     comms = world(2, stall_query_s=0.05, deadlock_after_s=0.05)
     works = [comms[1].start.recv(np.zeros(1), src=0, tag=tag) for tag in range(3)]
     sender = threading.Timer(0.3, lambda: comms[0].send(np.zeros(1), dst=1, tag=1))
@@ -407,7 +407,7 @@ def test_a_work_can_be_cancelled_while_another_thread_waits_for_it(world: MakeWo
     assert not work.cancel()
     buffer = np.zeros(3)
     comms[0].send(np.arange(3.0), dst=1, tag=1)
-    comms[1].recv(buffer, src=0, tag=1)  # the cancelled one took nothing
+    comms[1].recv(buffer, src=0, tag=1)  # the cancelled receive took no message
     assert buffer.tolist() == [0, 1, 2]
 
 
@@ -527,7 +527,7 @@ def rss() -> int:
 
 
 def test_dropped_collectives_do_not_pile_up(world: MakeWorld):
-    """Thirty dropped all_gathers of 8 MiB: their results are gone without the garbage collector."""
+    """Thirty dropped all_gathers of 8 MiB: their results are freed without the garbage collector."""
     if "libtsan" in os.environ.get("LD_PRELOAD", ""):
         skip_without("an allocator that returns memory", "TSan keeps shadows of freed memory")
     comms = world(2)
