@@ -1,10 +1,12 @@
 #include "python/parsed_call.hpp"
 
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 
 #include <algorithm>
 #include <cstring>
 #include <optional>
+#include <tuple>
 
 #include "collective/size_class.hpp"
 #include "kernels/isa.hpp"
@@ -20,6 +22,9 @@ using namespace engine;
 std::shared_ptr<const Program> program_of(nb::handle program);
 
 namespace {
+
+// unisono/comm/dispatch.py says what each is.
+using Decided = std::tuple<nb::object, uint64_t, nb::bytes, int, std::int64_t, nb::bytes, bool, bool, int>;
 
 bool is_by_rank(Verb verb) { return verb == Verb::reduce_scatter || verb == Verb::all_to_all; }
 
@@ -188,19 +193,19 @@ const Decision* ParsedCall::keep_decision(const DecisionKey& key, uint8_t given_
     Py_XINCREF(key.algorithm);
     return verb_group_.decisions.add(key, std::move(decision));
   }
-  const nb::tuple values = nb::cast<nb::tuple>(decided);
-  if (PyCallable_Check(nb::object(values[0]).ptr()))
-    decision->library = values[0];
+  const auto [runs, piece_elements, fingerprint, code, divisor, identity, is_shape_compared, is_synchronizing, alike] =
+      nb::cast<Decided>(decided);
+  if (PyCallable_Check(runs.ptr()) != 0)
+    decision->library = runs;
   else
-    decision->program = program_of(values[0]);
-  decision->piece_elements = nb::cast<uint64_t>(values[1]);
-  decision->fingerprint = fingerprint_of(nb::cast<nb::bytes>(values[2]));
-  decision->is_shape_compared = nb::cast<bool>(values[6]);
-  decision->is_synchronizing = nb::cast<bool>(values[7]);
-  const int code = nb::cast<int>(values[3]);
+    decision->program = program_of(runs);
+  decision->piece_elements = piece_elements;
+  decision->fingerprint = fingerprint_of(fingerprint);
+  decision->is_shape_compared = is_shape_compared;
+  decision->is_synchronizing = is_synchronizing;
   const bool is_half =
       given_dtype == static_cast<uint8_t>(DType::float16) || given_dtype == static_cast<uint8_t>(DType::bfloat16);
-  decision->divisor = nb::cast<std::int64_t>(values[4]);
+  decision->divisor = divisor;
   const bool is_row = spec_.is_announced() && key.stage == 0;
   const uint8_t dtype = given_dtype == untyped || is_row    ? plain_bytes
                         : is_half && decision->divisor != 0 ? static_cast<uint8_t>(DType::float32)
@@ -208,7 +213,6 @@ const Decision* ParsedCall::keep_decision(const DecisionKey& key, uint8_t given_
   decision->dtype = dtype;
   if (code >= 0) decision->kernel = active_kernels().reduce[dtype][code];
   decision->itemsize = item_bytes(dtype, code);
-  const nb::bytes identity = nb::cast<nb::bytes>(values[5]);
   decision->identity.assign(identity.c_str(), identity.size());
   // What a library does is not known.
   decision->writes_out =
@@ -218,10 +222,10 @@ const Decision* ParsedCall::keep_decision(const DecisionKey& key, uint8_t given_
   if (decision->program != nullptr && decision->program->reduces && decision->kernel == nullptr)
     throw nb::value_error("the operation is not defined for the dtype");
   // The classes above it for which Python would decide the same.
-  const int last = key.size_class + std::min(nb::cast<int>(values[8]), Fingerprint::count_bits - key.size_class);
-  for (DecisionKey alike = key; ++alike.size_class <= last;) {
+  const int last = key.size_class + std::min(alike, Fingerprint::count_bits - key.size_class);
+  for (DecisionKey longer = key; ++longer.size_class <= last;) {
     Py_XINCREF(key.algorithm);
-    verb_group_.decisions.add(alike, std::make_unique<Decision>(*decision));
+    verb_group_.decisions.add(longer, std::make_unique<Decision>(*decision));
   }
   Py_XINCREF(key.algorithm);
   return verb_group_.decisions.add(key, std::move(decision));

@@ -13,6 +13,7 @@ from tests.support.engines import MakeWorld, found, outcome, world
 from tests.support.oracle import Notes
 from tests.support.ranks import run_each
 
+from unisono.comm.adoption import Adoption
 from unisono.comm.communicator import Communicator
 from unisono.errors import CollectiveMismatch
 from unisono.messaging.backend import numbered_hosts
@@ -239,3 +240,10 @@ def test_threads_that_decide_the_same_at_once_share_one_decision(world: MakeWorl
     finally:
         sys.setswitchinterval(interval)
     assert ended == [[]] * 6
+
+
+def test_a_decision_that_lacks_a_value_is_refused(world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    decide = Adoption.decide
+    monkeypatch.setattr(Adoption, "decide", lambda *args: (decide(*args) or ())[:-1])
+    with pytest.raises(RuntimeError, match="bad_cast"):
+        world(1)[0].all_reduce(np.ones(3))
