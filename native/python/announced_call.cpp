@@ -29,16 +29,6 @@ constexpr uint8_t numpy_family = 0, torch_family = 1;
 // announcement.ARRAY_BYTES_MAX
 constexpr uint64_t array_bytes_max = uint64_t{1} << 48;
 
-bool takes_parts(Verb verb) {
-  return verb == Verb::scatter_v || verb == Verb::scatter_object || verb == Verb::all_to_all_v ||
-         verb == Verb::all_to_all_object;
-}
-bool is_gathered(Verb verb) { return verb == Verb::gather_v || verb == Verb::gather_object; }
-bool is_exchanged(Verb verb) {
-  return verb == Verb::all_gather_v || verb == Verb::all_to_all_v || verb == Verb::all_gather_object ||
-         verb == Verb::all_to_all_object || verb == Verb::all_reduce_object;
-}
-
 std::span<const Py_ssize_t> beyond_first(const Argument& array) {
   return {array.shape + 1, static_cast<size_t>(array.nd - 1)};
 }
@@ -103,21 +93,20 @@ PyObject* item_of(PyObject* list, size_t count, size_t i) {
 }  // namespace
 
 void Call::prepare_announced(const Given& given) {
-  const Verb verb = spec_.verb;
   Announced& mine = announced_.emplace();
-  mine.is_gathered = is_gathered(verb);
-  mine.all_announce = mine.is_gathered || is_exchanged(verb);
+  mine.is_gathered = spec_.has(Fact::gathered);
+  mine.all_announce = mine.is_gathered || spec_.has(Fact::exchanged);
   root_ = given[Parameter::root] == nullptr ? 0 : rank_of(given[Parameter::root]);
-  if (verb == Verb::all_reduce_object) {
+  if (spec_.has(Fact::folds)) {
     PyObject* const fn = given[Parameter::fn];
     if (fn == nullptr || PyCallable_Check(fn) == 0) throw LeftToReference();
     mine.fn = nb::borrow(fn);
   }
   const auto size = static_cast<size_t>(group_.size);
-  mine.lengths = takes_parts(verb) ? size : 1;
+  mine.lengths = spec_.has(Fact::per_rank) ? size : 1;
   mine.row_bytes = Announcement::row_bytes(size, mine.lengths);
   count_ = mine.row_bytes;
-  mine.rows = !mine.all_announce ? 1 : mine.is_gathered && root_ != group_.rank ? 0 : size;
+  mine.rows = !mine.all_announce ? 1 : has_result() ? size : 0;
   target_count_ = mine.row_bytes * mine.rows;
   // The rows that come, then the one of this rank.
   result_ = group_.arguments.make_bytes(target_count_ + (mine.all_announce ? mine.row_bytes : 0));
@@ -130,8 +119,8 @@ void Call::prepare_announced(const Given& given) {
     if (out_.is_number()) throw LeftToReference();
   }
   PyObject* const x = given[Parameter::x];
-  if (mine.all_announce || root_ == group_.rank) {
-    if (is_of_objects(verb))
+  if (mine.all_announce || is_root()) {
+    if (spec_.has(Fact::objects))
       announce_objects(x);
     else
       announce_arrays(x);
@@ -160,7 +149,7 @@ void Call::announce_arrays(PyObject* x) {
   uint64_t nbytes = 0;
   for (size_t i = 0; i < count; ++i) {
     Argument& part = mine.parts[i];
-    const nb::object item = nb::borrow(takes_parts(spec_.verb) ? item_of(x, count, i) : x);
+    const nb::object item = nb::borrow(spec_.has(Fact::per_rank) ? item_of(x, count, i) : x);
     if (!item.is_valid()) throw LeftToReference();
     try {
       group_.arguments.see(item.ptr(), "x", false, part);
@@ -172,7 +161,7 @@ void Call::announce_arrays(PyObject* x) {
     nbytes += part.nbytes();
   }
   const Argument& first = mine.parts[0];
-  if (spec_.verb == Verb::scatter && first.shape[0] != group_.size) throw LeftToReference();
+  if (spec_.has(Fact::by_rank) && first.shape[0] != group_.size) throw LeftToReference();
   if (out_.is_given()) check_scattered();
   uint8_t family = first.form == Form::tensor ? torch_family : numpy_family;
   // Of what Python has viewed, only Python knows the kind that other ranks are to make.
@@ -191,8 +180,8 @@ void Call::announce_arrays(PyObject* x) {
 // Root's own `out=` of a scatter: what is wrong with it Python says before anything is sent.
 void Call::check_scattered() const {
   const Announced& mine = *announced_;
-  const Argument& own = mine.parts[takes_parts(spec_.verb) ? static_cast<size_t>(group_.rank) : 0];
-  const int cut = spec_.verb == Verb::scatter ? 1 : 0;
+  const Argument& own = mine.parts[spec_.has(Fact::per_rank) ? static_cast<size_t>(group_.rank) : 0];
+  const int cut = spec_.has(Fact::by_rank) ? 1 : 0;
   if (out_.dtype != own.dtype || out_.nd != own.nd - cut ||
       !std::equal(out_.shape, out_.shape + out_.nd, own.shape + cut))
     throw LeftToReference();
@@ -234,7 +223,7 @@ void Call::announce_objects(PyObject* x) {
   uint64_t nbytes = 0, head_bytes = 0;
   bool has_blobs = false;
   for (size_t i = 0; i < count; ++i) {
-    const nb::object item = nb::borrow(takes_parts(spec_.verb) ? item_of(x, count, i) : single);
+    const nb::object item = nb::borrow(spec_.has(Fact::per_rank) ? item_of(x, count, i) : single);
     if (!packers[i].pack(item.ptr())) throw nb::python_error();
     if (packers[i].size() > bytes_max) throw LeftToReference();  // refuses it
     nbytes += packers[i].size();
@@ -274,7 +263,7 @@ void Call::find_announced_decision(const Given& given) {
   Announced& mine = *announced_;
   const Argument* const first = mine.part_count != 0 ? &mine.parts[0] : nullptr;
   DecisionKey key;
-  key.verb = static_cast<uint8_t>(spec_.verb);
+  key.verb = spec_.number;
   key.dtype = !mine.all_announce ? untyped : first != nullptr ? first->dtype : plain_bytes;
   key.root = root_;
   key.algorithm = mine.algorithm = algorithm_of(given);
@@ -299,7 +288,7 @@ void Call::find_announced_decision(const Given& given) {
 Call::Rows Call::look_at_rows() {
   Announced& mine = *announced_;
   const uint64_t bytes_max =
-      is_of_objects(spec_.verb) ? group_.completions.engine().settings.recv_bytes_max : array_bytes_max;
+      spec_.has(Fact::objects) ? group_.completions.engine().settings.recv_bytes_max : array_bytes_max;
   if (mine.rows == 0) {  // only this rank knows of a gather_v how much it sends
     const uint64_t own = mine.part_count != 0 ? mine.parts[0].count : static_cast<uint64_t>(own_row().length(0));
     mine.counts.assign(static_cast<size_t>(group_.size), 0);
@@ -323,7 +312,7 @@ Call::Rows Call::look_at_rows() {
 // Whether it announces what this rank can take as it is.
 bool Call::is_expected(const Announcement& row) const {
   const Announced& mine = *announced_;
-  if (is_of_objects(spec_.verb))
+  if (spec_.has(Fact::objects))
     return row.dtype() == plain_bytes && row.dims() == 0 && (!row.has_heads() || head_of(row, own_part()));
   if (mine.part_count != 0) {
     const Argument& first = mine.parts[0];
@@ -335,7 +324,7 @@ bool Call::is_expected(const Announcement& row) const {
     return false;  // only Python can make such a result
   }
   if (out_.is_given() && !fits_out(row)) return false;
-  return spec_.verb != Verb::scatter || row.length(0) == group_.size;
+  return !spec_.has(Fact::by_rank) || row.length(0) == group_.size;
 }
 
 // The kind of array that this rank makes of what root sends: root's, where this process can hold it.
@@ -349,16 +338,14 @@ Form Call::kind_of(const Announcement& row) const {
 }
 
 // The number of the part that this rank gets of a row.
-size_t Call::own_part() const { return takes_parts(spec_.verb) ? static_cast<size_t>(group_.rank) : 0; }
+size_t Call::own_part() const { return spec_.has(Fact::per_rank) ? static_cast<size_t>(group_.rank) : 0; }
 
 // Make the result from the rows alone. False if a part cannot be made: Python says why.
 bool Call::make_announced_result() {
   Announced& mine = *announced_;
-  const Verb verb = spec_.verb;
-  const bool is_root = root_ == group_.rank;
   if (mine.rows == 0) {
     mine.result = nb::none();
-  } else if (verb == Verb::broadcast_object && is_root) {
+  } else if (is_broadcast_here()) {
     mine.result = mine.value;
   } else if (!mine.all_announce) {
     mine.result = part_of(row_of(0), own_part());
@@ -379,7 +366,7 @@ bool Call::make_announced_result() {
 }
 
 bool Call::fits_out(const Announcement& row) const {
-  const size_t first = spec_.verb == Verb::scatter ? 0 : 1;  // the dimension that is a length
+  const size_t first = spec_.has(Fact::by_rank) ? 0 : 1;  // the dimension that is a length
   if (out_.dtype != row.dtype() || static_cast<size_t>(out_.nd) != row.dims() + first) return false;
   if (first == 1 && out_.shape[0] != row.length(own_part())) return false;
   for (size_t d = 0; d < row.dims(); ++d)
@@ -390,14 +377,14 @@ bool Call::fits_out(const Announcement& row) const {
 // A part of a row as the user gets it; nothing if it cannot be made.
 nb::object Call::part_of(const Announcement& row, size_t number) const {
   std::span<const byte> data = row.part(number, itemsizes[row.dtype()]);
-  if (is_of_objects(spec_.verb)) {
+  if (spec_.has(Fact::objects)) {
     nb::object value = nb::steal(codec::unpack(data.data(), data.size()));
     if (!value.is_valid()) PyErr_Clear();  // Python says what is wrong with it
     return value;
   }
   Py_ssize_t shape[Argument::dims_max + 1];
   int nd = 0;
-  if (spec_.verb == Verb::scatter)
+  if (spec_.has(Fact::by_rank))
     data = data.subspan(data.size() / static_cast<size_t>(group_.size) * static_cast<size_t>(group_.rank),
                         data.size() / static_cast<size_t>(group_.size));
   else
@@ -430,10 +417,10 @@ PyObject* Call::finish_announced(nb::object result) const {
 // What this rank announced, for Python: arrays, or packed objects as arrays of bytes; None if it announced nothing.
 nb::object Call::announced_parts() const {
   const Announced& mine = *announced_;
-  if (!mine.all_announce && root_ != group_.rank) return nb::none();
+  if (!mine.all_announce && !is_root()) return nb::none();
   if (mine.packed.is_valid()) return mine.packed;
   nb::list parts;
-  if (!is_of_objects(spec_.verb)) {
+  if (!spec_.has(Fact::objects)) {
     for (size_t i = 0; i < mine.part_count; ++i) parts.append(nb::borrow(mine.parts[i].given));
     return std::move(parts);
   }

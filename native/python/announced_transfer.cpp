@@ -55,40 +55,36 @@ Call::Next Call::advance_announced(bool is_blocking) {
 
 void Call::prepare_second_stage() {
   Announced& mine = *announced_;
-  const Verb verb = spec_.verb;
   const Announcement row = mine.rows != 0 ? row_of(0) : own_row();
   const uint8_t dtype = row.dtype();
   const size_t itemsize = itemsizes[dtype], size = static_cast<size_t>(group_.size);
   const auto rank = static_cast<size_t>(group_.rank);
-  const bool is_root = root_ == group_.rank;
   uint64_t received = 0;  // elements that come to this rank
-  if (verb == Verb::scatter) {
+  if (spec_.has(Fact::by_rank)) {
     received = mine.counts[0] / size;
     mine.counts.assign(size, received);
-  } else if (verb == Verb::scatter_v || verb == Verb::scatter_object) {
-    received = mine.counts[rank];
-  } else if (verb == Verb::all_to_all_v || verb == Verb::all_to_all_object) {
-    for (size_t source = 0; source < size; ++source) received += mine.counts[source * size + rank];
+  } else if (spec_.has(Fact::per_rank)) {
+    for (size_t source = 0; source < mine.rows; ++source) received += mine.counts[source * size + rank];
   } else if (mine.is_gathered) {
     // What is in a row has come. The rest goes straight to root: the others know no length but their own.
     for (size_t i = 0; i < mine.rows; ++i)
       if (row_of(i).holds(mine.counts[i] * itemsize)) mine.counts[i] = 0;
-    if (is_root) received = std::accumulate(mine.counts.begin(), mine.counts.end(), uint64_t{0});
+    if (is_root()) received = std::accumulate(mine.counts.begin(), mine.counts.end(), uint64_t{0});
   } else {
     received = std::accumulate(mine.counts.begin(), mine.counts.end(), uint64_t{0});
   }
   find_second_decision(dtype);
   find_parts();
-  if (verb == Verb::broadcast_object && is_root) {
+  if (is_broadcast_here()) {
     // Some algorithms give root parts of it back: not into the user's memory.
     if (decision_->writes_out && own_row().has_heads()) join(mine.pieces);
     mine.received.object = mine.sent;
     target_ = const_cast<byte*>(std::exchange(in_, nullptr));
     return;
   }
-  if (verb == Verb::broadcast_object) in_ = nullptr;
-  if (is_of_objects(verb) && take_memory_by_part()) return;
-  if (verb == Verb::scatter || verb == Verb::scatter_v) {
+  if (spec_.broadcasts()) in_ = nullptr;
+  if (spec_.has(Fact::objects) && take_memory_by_part()) return;
+  if (!mine.all_announce) {
     if (out_.is_given()) {
       target_ = out_.data;
       return;
@@ -99,7 +95,7 @@ void Call::prepare_second_stage() {
     }
     Py_ssize_t shape[Argument::dims_max + 1];
     int nd = 0;
-    if (verb == Verb::scatter_v) shape[nd++] = row.length(rank);
+    if (spec_.has(Fact::per_rank)) shape[nd++] = row.length(rank);
     for (size_t d = 0; d < row.dims(); ++d) shape[nd++] = row.dim(d);
     mine.received = group_.arguments.make(mine.part_count == 0 ? mine.plain : mine.parts[0], shape, nd);
   } else if (byte* const row = outs_in_a_row(); row != nullptr) {
@@ -149,7 +145,7 @@ void Call::fill_outs() {
 void Call::find_parts() {
   Announced& mine = *announced_;
   in_ = nullptr;
-  if (!mine.all_announce && root_ != group_.rank) return;
+  if (!mine.all_announce && !is_root()) return;
   std::vector<std::span<const byte>> pieces;
   nb::list kept;
   for (size_t i = 0; i < mine.part_count; ++i) {
@@ -216,8 +212,7 @@ bool Call::take_memory_by_part() {
   Announced& mine = *announced_;
   const auto sources = mine.all_announce ? static_cast<size_t>(group_.size) : 1;
   std::vector<uint64_t> lengths(sources);
-  const bool receives = !mine.is_gathered || root_ == group_.rank;
-  if (!receives) return false;
+  if (!has_result()) return false;
   for (size_t i = 0; i < sources; ++i) {
     const bool is_here = mine.is_gathered && mine.counts[i] == 0;
     lengths[i] = is_here ? 0 : static_cast<uint64_t>(row_of(i).length(own_part()));
@@ -260,9 +255,9 @@ PyObject* Call::object_in(const Announcement& row, const nb::object& memory) con
 
 void Call::find_second_decision(uint8_t dtype) {
   Announced& mine = *announced_;
-  const bool is_all_to_all = spec_.verb == Verb::all_to_all_v || spec_.verb == Verb::all_to_all_object;
+  const bool is_all_to_all = mine.all_announce && spec_.has(Fact::per_rank);
   DecisionKey key;
-  key.verb = static_cast<uint8_t>(spec_.verb);
+  key.verb = spec_.number;
   key.dtype = dtype;
   key.root = root_;
   key.algorithm = mine.algorithm;
@@ -298,22 +293,12 @@ void Call::find_second_decision(uint8_t dtype) {
 
 PyObject* Call::finish_second_stage() {
   Announced& mine = *announced_;
-  const Verb verb = spec_.verb;
-  const bool is_root = root_ == group_.rank;
-  switch (verb) {
-    case Verb::scatter:
-    case Verb::scatter_v:
-      if (out_.is_given()) return Py_NewRef(out_.given);
-      return group_.arguments.give(mine.part_count == 0 ? mine.plain : mine.parts[0], mine.received, false);
-    case Verb::broadcast_object:
-      if (is_root) return Py_NewRef(mine.value.ptr());
-      [[fallthrough]];
-    case Verb::scatter_object: return object_in(row_of(0), mine.received_in[0]);
-    case Verb::gather_v:
-    case Verb::gather_object:
-      if (!is_root) Py_RETURN_NONE;
-      break;
-    default: break;
+  if (!has_result()) Py_RETURN_NONE;
+  if (is_broadcast_here()) return Py_NewRef(mine.value.ptr());
+  if (!mine.all_announce) {
+    if (spec_.has(Fact::objects)) return object_in(row_of(0), mine.received_in[0]);
+    if (out_.is_given()) return Py_NewRef(out_.given);
+    return group_.arguments.give(mine.part_count == 0 ? mine.plain : mine.parts[0], mine.received, false);
   }
   if (mine.outs) {
     if (mine.received.object.is_valid()) fill_outs();

@@ -120,8 +120,7 @@ PyObject* call_verb(size_t index, PyObject* object, PyObject* const* args, Py_ss
     if (!self.is_started) check_may_block();
     Given given;
     if (VerbGroup* const group = self.verb_group;
-        group != nullptr && spec.verb != Verb::reference &&
-        (spec.is_collective() ? group->call_log.fast_path_open : group->call_log.messages_open) &&
+        group != nullptr && (spec.is_collective() ? group->call_log.fast_path_open : group->call_log.messages_open) &&
         !(self.native != nullptr && self.native->completions.engine().is_forked()) &&
         given.bind(spec, args, count, names)) {
       try {
@@ -194,45 +193,6 @@ void drop_verbs(PyObject* object) {
   Py_DECREF(type);
 }
 
-Verb verb_named(const std::string& name) {
-  static const std::pair<const char*, Verb> known[] = {
-      {"send", Verb::send},
-      {"recv", Verb::recv},
-      {"recv_bytes", Verb::recv_bytes},
-      {"sendrecv", Verb::sendrecv},
-      {"send_object", Verb::send_object},
-      {"recv_object", Verb::recv_object},
-      {"probe", Verb::probe},
-      {"all_reduce", Verb::all_reduce},
-      {"all_reduce_many", Verb::all_reduce_many},
-      {"reduce", Verb::reduce},
-      {"broadcast", Verb::broadcast},
-      {"all_gather", Verb::all_gather},
-      {"gather", Verb::gather},
-      {"reduce_scatter", Verb::reduce_scatter},
-      {"reduce_scatter_v", Verb::reduce_scatter_v},
-      {"all_to_all", Verb::all_to_all},
-      {"scan", Verb::scan},
-      {"exscan", Verb::exscan},
-      {"barrier", Verb::barrier},
-      {"split", Verb::split},
-      {"scatter", Verb::scatter},
-      {"scatter_v", Verb::scatter_v},
-      {"scatter_object", Verb::scatter_object},
-      {"broadcast_object", Verb::broadcast_object},
-      {"all_gather_v", Verb::all_gather_v},
-      {"gather_v", Verb::gather_v},
-      {"all_to_all_v", Verb::all_to_all_v},
-      {"all_gather_object", Verb::all_gather_object},
-      {"gather_object", Verb::gather_object},
-      {"all_to_all_object", Verb::all_to_all_object},
-      {"all_reduce_object", Verb::all_reduce_object},
-  };
-  for (const auto& [word, verb] : known)
-    if (name == word) return verb;
-  return Verb::reference;
-}
-
 Parameter parameter_named(const std::string& name) {
   static const std::pair<const char*, Parameter> known[] = {
       {"x", Parameter::x},           {"xs", Parameter::x},      {"data", Parameter::x},
@@ -248,8 +208,8 @@ Parameter parameter_named(const std::string& name) {
   throw nb::value_error(("no verb of the engine takes " + name).c_str());
 }
 
-// (name, signature and documentation, names of parameters, how many of them may be passed by position)
-using Row = std::tuple<std::string, std::string, std::vector<std::string>, size_t>;
+// (name, signature and documentation, facts, names of parameters, how many of them may be passed by position)
+using Row = std::tuple<std::string, std::string, uint32_t, std::vector<std::string>, size_t>;
 
 nb::object make_verbs_type(const std::vector<Row>& rows, const std::vector<std::string>& ops) {
   if (!specs.empty()) throw nb::value_error("the type of verbs is made once");
@@ -258,17 +218,17 @@ nb::object make_verbs_type(const std::vector<Row>& rows, const std::vector<std::
   docs.reserve(rows.size());
   specs.reserve(rows.size());
   op_names.set(ops);
-  for (const auto& [name, doc, parameters, positional] : rows) {
+  for (const auto& [name, doc, facts, parameters, positional] : rows) {
     VerbSpec spec;
     spec.name = name;
     spec.word = interned(name.c_str());
-    spec.verb = verb_named(name);
-    spec.positional = positional;
-    if (spec.verb != Verb::reference)
-      for (const std::string& parameter : parameters)
-        spec.parameters.push_back({interned(parameter.c_str()), parameter_named(parameter)});
-    docs.push_back(doc);
     const size_t index = specs.size();
+    spec.number = static_cast<uint8_t>(index);
+    spec.facts = facts;
+    spec.positional = positional;
+    for (const std::string& parameter : parameters)
+      spec.parameters.push_back({interned(parameter.c_str()), parameter_named(parameter)});
+    docs.push_back(doc);
     specs.push_back(std::move(spec));
     methods[index] = {specs[index].name.c_str(),
                       reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call_functions[index])),

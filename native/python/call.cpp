@@ -40,11 +40,11 @@ constexpr std::int64_t second_stage_ns = 2 * millisecond;
 void Call::prepare(const Given& given, bool is_started) {
   is_started_ = is_started;
   read_timeout(given[Parameter::timeout]);
-  if (spec_.verb == Verb::split)
+  if (spec_.has(Fact::groups))
     prepare_split(given);
-  else if (spec_.is_announced())
+  else if (spec_.has(Fact::announced))
     prepare_announced(given);
-  else if (spec_.verb == Verb::all_reduce_many)
+  else if (spec_.has(Fact::fused))
     prepare_fused(given);
   else if (is_collective())
     prepare_collective(given);
@@ -111,8 +111,8 @@ uint64_t Call::poll_bytes() const {
 // The caller holds the engine's lock and the GIL.
 void Call::begin() {
   if (is_collective()) return begin_collective();
-  if (spec_.sends()) begin_send();
-  if (spec_.receives()) begin_receive();
+  if (spec_.has(Fact::sends)) begin_send();
+  if (spec_.has(Fact::receives)) begin_receive();
 }
 
 void Call::begin_collective() {
@@ -124,7 +124,7 @@ void Call::begin_collective() {
   stage.window = group_.window;
   const bool has_no_in = is_in_place();
   if (!has_no_in) stage.in = x_.data;
-  if (has_no_in || spec_.verb != Verb::reduce) stage.out = target_;
+  if (has_result()) stage.out = target_;
   if (announced_) {
     stage.in = const_cast<byte*>(in_);
     stage.in_parts = announced_->sent_from;
@@ -158,7 +158,7 @@ void Call::begin_collective() {
 
 bool Call::is_poll_over() const {
   if (has_ended() || wants_memory()) return true;
-  if (!spec_.is_open_ended()) return false;
+  if (!spec_.has(Fact::unsized)) return false;
   const auto& receive = static_cast<const ReceiveOperation&>(*operations_[0]);
   return receive.is_matched && receive.matched.nbytes > poll_bytes_max;
 }
@@ -249,7 +249,7 @@ std::int64_t Call::pump_at() {
   const std::int64_t begun = begun_at();
   if (!is_collective()) return timeout_ns_ >= 0 ? begun + timeout_ns_ : never;
   const std::int64_t at = attention_at();
-  return announced_ || spec_.verb == Verb::split ? std::min(at, begun + second_stage_ns) : at;
+  return announced_ || spec_.has(Fact::groups) ? std::min(at, begun + second_stage_ns) : at;
 }
 
 Call::Waited Call::wait(std::int64_t limit_ns) {
@@ -419,9 +419,9 @@ void Call::release(unsigned count) {
 
 // Python has made what a message or a split gives, and that of a call whose second stage it has run.
 PyObject* Call::finish_adopted(nb::object result) {
-  if (spec_.verb == Verb::broadcast_object && root_ == group_.rank) return Py_NewRef(announced_->value.ptr());
+  if (announced_ && is_broadcast_here()) return Py_NewRef(announced_->value.ptr());
   if (announced_ && stage() == 0) return finish_announced(std::move(result));
-  const bool is_made = !is_collective() || spec_.verb == Verb::split;
+  const bool is_made = !is_collective() || spec_.has(Fact::groups);
   return is_made ? result.release().ptr() : finish();
 }
 
@@ -435,17 +435,10 @@ PyObject* Call::finish() {
   }
   if (announced_)
     return finish_announced(stage() == 0 ? std::move(announced_->result) : nb::steal(finish_second_stage()));
-  switch (spec_.verb) {
-    case Verb::send:
-    case Verb::send_object: Py_RETURN_NONE;
-    case Verb::split: return make_group().release().ptr();
-    case Verb::recv:
-    case Verb::recv_bytes:
-    case Verb::sendrecv:
-    case Verb::recv_object:
-    case Verb::probe: return received().release().ptr();
-    default: return give();
-  }
+  if (spec_.has(Fact::groups)) return make_group().release().ptr();
+  if (is_collective()) return give();
+  if (!spec_.has(Fact::receives)) Py_RETURN_NONE;
+  return received().release().ptr();
 }
 
 // The communicator that a split makes on this rank, from the rows of all. A started split that needs a second attempt

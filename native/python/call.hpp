@@ -39,8 +39,8 @@ class Call : public ParsedCall {
   // Whether it may run without Python: no message is to be dispatched before it, and no peer that it needs is gone.
   bool is_open() const {
     if (is_collective()) return group_.call_log.fast_path_open;
-    return group_.call_log.messages_open && (!spec_.sends() || group_.is_reachable(dst_)) &&
-           (!spec_.receives() || group_.is_reachable(src_));
+    return group_.call_log.messages_open && (!spec_.has(Fact::sends) || group_.is_reachable(dst_)) &&
+           (!spec_.has(Fact::receives) || group_.is_reachable(src_));
   }
   // (is a send, peer, tag) of messages that have not ended; -1 is any.
   std::vector<std::tuple<bool, std::int32_t, std::int64_t>> messages_under_way() const;

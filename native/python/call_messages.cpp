@@ -22,29 +22,29 @@ std::int64_t Call::tag_of_user(PyObject* tag, bool takes_any) const {
 
 void Call::prepare_message(const Given& given, bool is_started) {
   const Settings& settings = group_.completions.engine().settings;
-  tag_ = tag_of_user(given[Parameter::tag], !spec_.sends());
-  if (spec_.sends()) {
+  tag_ = tag_of_user(given[Parameter::tag], !spec_.has(Fact::sends));
+  if (spec_.has(Fact::sends)) {
     PyObject* const data = given[Parameter::x];
     if (data == nullptr) throw LeftToReference();
     dst_ = rank_of(given[Parameter::dst]);
     if (!group_.is_introduced(static_cast<size_t>(dst_))) throw LeftToReference();
-    if (spec_.verb == Verb::send_object)
+    if (spec_.has(Fact::objects))
       x_.hold(pack_object(data, settings.recv_bytes_max).bytes);
     else
       group_.arguments.see(data, "data", false, x_);
     if (x_.nbytes() > settings.message_bytes_max) throw LeftToReference();
   }
-  if (!spec_.receives()) return;
+  if (!spec_.has(Fact::receives)) return;
   PyObject* const src = given[Parameter::src];
-  if (src == nullptr && spec_.verb == Verb::sendrecv) throw LeftToReference();
+  if (src == nullptr && spec_.has(Fact::sends)) throw LeftToReference();
   src_ = src == nullptr || src == group_.any.ptr() ? any_source : rank_of(src);
-  if (spec_.verb == Verb::probe) {
+  if (spec_.has(Fact::probes)) {
     PyObject* const timeout = given[Parameter::timeout];
     is_poll_ = timeout != nullptr && timeout != Py_None && timeout_ns_ == 0;
     if (is_poll_ && is_started) throw LeftToReference();
-  } else if (spec_.is_open_ended()) {
+  } else if (spec_.has(Fact::unsized)) {
     // No thread may be there to supply memory for a started one, and an object is not received into an object.
-    takes_memory_ = is_started || spec_.verb == Verb::recv_object;
+    takes_memory_ = is_started || spec_.has(Fact::objects);
   } else {
     prepare_buffer(given);
   }
@@ -92,8 +92,8 @@ void Call::begin_receive() {
   op.into = out_.data;
   op.capacity = out_.is_given() ? out_.nbytes() : 0;
   op.dtype = out_.dtype;
-  op.is_probe = spec_.verb == Verb::probe;
-  op.is_open_ended = spec_.is_open_ended();
+  op.is_probe = spec_.has(Fact::probes);
+  op.is_open_ended = spec_.has(Fact::unsized);
   op.takes_memory = takes_memory_;
   op.in_order = false;
   op.outcome = Outcome::closed;
@@ -181,13 +181,13 @@ nb::object Call::message_of(unsigned index) const {
 // ---- results ----
 
 nb::object Call::received() {
-  if (spec_.verb == Verb::probe) return status();
+  if (spec_.has(Fact::probes)) return status();
   if (!header_.empty()) {
     const std::int32_t rank = src_ != any_source ? src_ : group_.rank_map->to_local(source_);
     adoption_.attr("check_introduction")(nb::bytes(header_.data(), header_.size()), rank);
   }
-  if (spec_.verb == Verb::recv_object) return received_object();
-  if (spec_.verb != Verb::recv_bytes) return status();
+  if (spec_.has(Fact::objects)) return received_object();
+  if (!spec_.has(Fact::unsized)) return status();
   if (received_.get() == nullptr && matched_bytes_ != 0) return std::move(result_.object);
   return bytes_object(received_.get(), matched_bytes_);
 }

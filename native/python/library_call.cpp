@@ -8,8 +8,8 @@ using namespace engine;
 
 PyObject* LibraryCall::run(const Given& given, bool is_started) {
   // A library makes calls with equal lengths.
-  if (is_started || !spec_.is_collective() || spec_.verb == Verb::split || spec_.is_announced() ||
-      spec_.verb == Verb::all_reduce_many || spec_.verb == Verb::reduce_scatter_v)
+  if (is_started || !spec_.is_collective() || spec_.has(Fact::groups) || spec_.has(Fact::announced) ||
+      spec_.has(Fact::fused) || spec_.has(Fact::cut))
     throw LeftToReference();
   read_timeout(given[Parameter::timeout]);
   prepare_collective(given);
@@ -17,7 +17,7 @@ PyObject* LibraryCall::run(const Given& given, bool is_started) {
   if (!verb_group_.call_log.fast_path_open) throw LeftToReference();
   nb::object operand = nb::none(), result = nb::none();
   if (x_.is_given() && !is_in_place()) operand = x_.array();
-  if (target_ != nullptr && (is_in_place() || spec_.verb != Verb::reduce))
+  if (target_ != nullptr && has_result())
     result = result_.object.is_valid() ? result_.object : (out_.is_given() ? out_ : x_).array();
   const nb::object timeout =
       timeout_ns_ >= 0 ? nb::object(nb::float_(static_cast<double>(timeout_ns_) / 1e9)) : nb::none();

@@ -26,8 +26,6 @@ namespace {
 // unisono/comm/dispatch.py says what each is.
 using Decided = std::tuple<nb::object, uint64_t, nb::bytes, int, std::int64_t, nb::bytes, bool, bool, int>;
 
-bool is_by_rank(Verb verb) { return verb == Verb::reduce_scatter || verb == Verb::all_to_all; }
-
 }  // namespace
 
 // ---- arguments ----
@@ -73,31 +71,24 @@ std::int32_t ParsedCall::rank_of(PyObject* rank) const {
 }
 
 void ParsedCall::prepare_collective(const Given& given) {
-  const Verb verb = spec_.verb;
   root_ = given[Parameter::root] == nullptr ? 0 : rank_of(given[Parameter::root]);
-  const bool is_root = root_ == verb_group_.rank;
-  const bool reduces = verb == Verb::all_reduce || verb == Verb::reduce || verb == Verb::reduce_scatter ||
-                       verb == Verb::reduce_scatter_v || verb == Verb::scan || verb == Verb::exscan;
-  if (reduces) op_ = op_names.number_of(given[Parameter::op]);
-  if (verb != Verb::barrier) {
+  if (spec_.has(Fact::reduces)) op_ = op_names.number_of(given[Parameter::op]);
+  if (!spec_.has(Fact::empty)) {
     PyObject* const x = given[Parameter::x];
     if (x == nullptr) throw LeftToReference();
     PyObject* const out = given[Parameter::out];
-    const bool has_out = out != nullptr && out != Py_None;
-    const bool is_written = (verb == Verb::broadcast && !is_root) ||
-                            (!has_out && (verb == Verb::all_reduce || (verb == Verb::reduce && is_root)));
-    verb_group_.arguments.see(x, "x", is_written, x_);
-    if (is_by_rank(verb) && (x_.nd == 0 || x_.shape[0] != verb_group_.size)) throw LeftToReference();
-    const bool is_for_root = verb == Verb::gather || verb == Verb::reduce;
-    if (has_out && (is_root || !is_for_root)) verb_group_.arguments.see(out, "out", true, out_);
+    const bool has_out = out != nullptr && out != Py_None && has_result();
+    verb_group_.arguments.see(x, "x", is_in_place() && !has_out && !is_broadcast_here(), x_);
+    if (spec_.has(Fact::by_rank) && (x_.nd == 0 || x_.shape[0] != verb_group_.size)) throw LeftToReference();
+    if (has_out) verb_group_.arguments.see(out, "out", true, out_);
   }
-  if (verb == Verb::reduce_scatter_v) {
+  if (spec_.has(Fact::cut)) {
     if (given[Parameter::counts] == nullptr) throw LeftToReference();
     parts_.emplace().read(given[Parameter::counts], verb_group_.arguments, x_, verb_group_.size,
                           op_names.width_of(op_));
   }
   find_decision(given);
-  if (verb == Verb::broadcast && is_root && decision_->writes_out) check_root_is_writable(given[Parameter::x]);
+  if (is_broadcast_here() && decision_->writes_out) check_root_is_writable(given[Parameter::x]);
   find_target(given);
   if (x_.is_given() && decision_->dtype != x_.dtype) widen();
 }
@@ -114,7 +105,7 @@ void ParsedCall::check_root_is_writable(PyObject* x) const {
 
 // The mean of 16-bit floats is computed in float32: reduced in memory of our own, and rounded in the end.
 void ParsedCall::widen() {
-  const bool has_target = spec_.verb != Verb::reduce_scatter && spec_.verb != Verb::reduce_scatter_v;
+  const bool has_target = spec_.has(Fact::in_place);
   wide_count_ = x_.count + (has_target ? 0 : target_count_);
   if (wide_count_ == 0) return;
   std::optional<GilReleased> released;
@@ -132,17 +123,17 @@ void ParsedCall::widen() {
 
 void ParsedCall::find_decision(const Given& given) {
   DecisionKey key;
-  key.verb = static_cast<uint8_t>(spec_.verb);
+  key.verb = spec_.number;
   key.dtype = x_.dtype;
   key.op = op_;
   key.root = root_;
   key.algorithm = algorithm_of(given);
   const uint64_t width = op_ == OpNames::none ? 1 : op_names.width_of(op_);
-  count_ = x_.count / width / static_cast<uint64_t>(is_by_rank(spec_.verb) ? verb_group_.size : 1);
+  count_ = x_.count / width / static_cast<uint64_t>(spec_.has(Fact::by_rank) ? verb_group_.size : 1);
   key.size_class = parts_.has_value() ? parts_->size_class() : size_class(count_);
   // The last axis is one item, and no rank gets a part of one; the reference path refuses it. See ReduceOp.check_shape.
   if (width > 1 && !fused_.has_value() &&
-      (x_.nd <= (is_by_rank(spec_.verb) ? 1 : 0) || x_.shape[x_.nd - 1] != static_cast<Py_ssize_t>(width)))
+      (x_.nd <= (spec_.has(Fact::by_rank) ? 1 : 0) || x_.shape[x_.nd - 1] != static_cast<Py_ssize_t>(width)))
     throw LeftToReference();
   decision_ = verb_group_.decisions.find(key);
   if (decision_ == nullptr) decision_ = decide(key, given, x_.dtype, {x_.shape, static_cast<size_t>(x_.nd)});
@@ -206,7 +197,7 @@ const Decision* ParsedCall::keep_decision(const DecisionKey& key, uint8_t given_
   const bool is_half =
       given_dtype == static_cast<uint8_t>(DType::float16) || given_dtype == static_cast<uint8_t>(DType::bfloat16);
   decision->divisor = divisor;
-  const bool is_row = spec_.is_announced() && key.stage == 0;
+  const bool is_row = spec_.has(Fact::announced) && key.stage == 0;
   const uint8_t dtype = given_dtype == untyped || is_row    ? plain_bytes
                         : is_half && decision->divisor != 0 ? static_cast<uint8_t>(DType::float32)
                                                             : given_dtype;
@@ -242,33 +233,30 @@ void ParsedCall::check_out(const Py_ssize_t* shape, int nd) const {
 
 // Whether x is where the result of a gather has it: nothing is to be copied. Libraries ask for other arguments then.
 bool ParsedCall::is_own_slot() const {
-  const bool gathers = spec_.verb == Verb::all_gather || spec_.verb == Verb::gather;
-  return gathers && decision_->program != nullptr &&
+  return spec_.has(Fact::stacked) && decision_->program != nullptr &&
          x_.data == out_.data + static_cast<uint64_t>(verb_group_.rank) * x_.nbytes();
 }
 
 void ParsedCall::find_target(const Given&) {
-  const Verb verb = spec_.verb;
-  const bool is_root = root_ == verb_group_.rank;
-  if (verb == Verb::barrier) return;
-  const bool is_reduced_whole = verb == Verb::all_reduce || verb == Verb::reduce;
-  if (verb == Verb::broadcast || (is_reduced_whole && !out_.is_given())) {
+  if (spec_.has(Fact::empty)) return;
+  if (spec_.has(Fact::in_place) && !out_.is_given()) {
     target_ = x_.data;
     target_count_ = x_.count;
     return;
   }
-  if (verb == Verb::gather && !is_root) return;
+  if (!has_result()) return;
   Py_ssize_t shape[Argument::dims_max + 1];
   int nd = 0;
-  if (verb == Verb::all_gather || verb == Verb::gather || verb == Verb::split) shape[nd++] = verb_group_.size;
+  if (spec_.has(Fact::stacked)) shape[nd++] = verb_group_.size;
   if (parts_.has_value()) shape[nd++] = parts_->rows(verb_group_.rank);
-  for (int i = verb == Verb::reduce_scatter || parts_.has_value() ? 1 : 0; i < x_.nd; ++i) shape[nd++] = x_.shape[i];
+  const bool is_part = parts_.has_value() || (spec_.has(Fact::reduces) && spec_.has(Fact::by_rank));
+  for (int i = is_part ? 1 : 0; i < x_.nd; ++i) shape[nd++] = x_.shape[i];
   target_count_ = 1;
   for (int i = 0; i < nd; ++i) target_count_ *= static_cast<uint64_t>(shape[i]);
   if (out_.is_given()) {
     check_out(shape, nd);
     target_ = out_.data;
-    if (is_reduced_whole && x_.count != 0) {
+    if (spec_.has(Fact::in_place) && x_.count != 0) {
       std::optional<GilReleased> released;
       if (x_.nbytes() >= gil_release_bytes) released.emplace();
       std::memcpy(target_, x_.data, x_.nbytes());
@@ -283,8 +271,8 @@ void ParsedCall::find_target(const Given&) {
 // ---- results ----
 
 PyObject* ParsedCall::give() {
-  const bool is_root = root_ == verb_group_.rank;
-  if (decision_->divisor != 0 && (spec_.verb != Verb::reduce || is_root)) {
+  if (!has_result() || spec_.has(Fact::empty)) Py_RETURN_NONE;
+  if (decision_->divisor != 0) {
     std::optional<GilReleased> released;
     if (target_count_ * itemsizes[x_.dtype] >= gil_release_bytes) released.emplace();
     byte* const wide = wide_.get();
@@ -292,25 +280,13 @@ PyObject* ParsedCall::give() {
     active_kernels().divide[decision_->dtype](sum, target_count_, decision_->divisor);
     if (wide != nullptr) active_kernels().narrow[x_.dtype](target_, sum, target_count_);
   }
-  switch (spec_.verb) {
-    case Verb::barrier: Py_RETURN_NONE;
-    case Verb::broadcast: return Arguments::give_back(x_);
-    case Verb::reduce:
-      if (!is_root) Py_RETURN_NONE;
-      [[fallthrough]];
-    case Verb::all_reduce:
-      if (out_.is_given()) return Py_NewRef(out_.given);
-      return Arguments::give_back(x_);
-    case Verb::all_reduce_many: fused_->part(target_); return fused_->give_back();
-    case Verb::gather:
-      if (!is_root) Py_RETURN_NONE;
-      break;
-    case Verb::exscan:
-      if (verb_group_.rank == 0) fill_with_identity();
-      break;
-    default: break;
+  if (fused_.has_value()) {
+    fused_->part(target_);
+    return fused_->give_back();
   }
+  if (verb_group_.rank == 0 && !decision_->identity.empty()) fill_with_identity();
   if (out_.is_given()) return Py_NewRef(out_.given);
+  if (spec_.has(Fact::in_place)) return Arguments::give_back(x_);
   return verb_group_.arguments.give(x_, result_, is_result_scalar_);
 }
 

@@ -74,11 +74,12 @@ class ParsedCall {
   void check_out(const Py_ssize_t* shape, int nd) const;
   bool is_own_slot() const;
   void fill_with_identity();
+  bool is_root() const { return root_ == verb_group_.rank; }
+  bool has_result() const { return !spec_.has(Fact::root_only) || is_root(); }
   // Whether the result takes the place of what was given.
-  bool is_in_place() const {
-    return spec_.verb == Verb::all_reduce || spec_.verb == Verb::all_reduce_many || spec_.verb == Verb::broadcast ||
-           (spec_.verb == Verb::reduce && root_ == verb_group_.rank);
-  }
+  bool is_in_place() const { return spec_.has(Fact::in_place) && has_result(); }
+  // Whether this rank is the root of a broadcast, which gets what it gave.
+  bool is_broadcast_here() const { return spec_.broadcasts() && is_root(); }
   unsigned stage() const { return announced_ && announced_->is_second; }
   // The result of a collective that has ended well.
   PyObject* give();
@@ -86,7 +87,8 @@ class ParsedCall {
   engine::Counts counts() const {
     if (stage() != 0) return {announced_->counts.data(), announced_->counts.size(), announced_->counts.size() == 1};
     if (parts_.has_value()) return parts_->items();
-    return {&count_, spec_.verb == Verb::barrier ? 0u : 1u, spec_.verb != Verb::barrier};
+    const bool is_empty = spec_.has(Fact::empty);
+    return {&count_, is_empty ? 0u : 1u, !is_empty};
   }
 
   VerbGroup& verb_group_;

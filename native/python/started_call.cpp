@@ -86,7 +86,7 @@ void StartedCall::conclude(nb::object adopted_result) {
   try {
     result = nb::steal(adopted_result.is_valid() ? call->finish_adopted(std::move(adopted_result)) : call->finish());
     if (!result.is_valid()) throw nb::python_error();
-    if (spec.verb == Verb::split && PyObject_TypeCheck(result.ptr(), work_base_type)) {
+    if (spec.has(Fact::groups) && PyObject_TypeCheck(result.ptr(), work_base_type)) {
       const nb::object again = std::exchange(result, {});
       call->forget(*this);
       return hand_over(again);

@@ -1,4 +1,4 @@
-// What a verb takes, and how the arguments of a call are bound to its parameters.
+// What a verb takes, what is true of it, and how the arguments of a call are bound to its parameters.
 
 #pragma once
 
@@ -9,52 +9,36 @@
 
 namespace unisono {
 
-// Verbs that the engine runs; the reference path makes the calls of all others.
-enum class Verb : uint8_t {
-  reference,
-  send,
-  recv,
-  recv_bytes,
-  sendrecv,
-  send_object,
-  recv_object,
-  probe,
-  all_reduce,
-  all_reduce_many,
-  reduce,
-  broadcast,
-  all_gather,
-  gather,
-  reduce_scatter,
-  reduce_scatter_v,
-  all_to_all,
-  scan,
-  exscan,
-  barrier,
-  split,
-  // Ranks do not know each other's lengths: see announcement.hpp.
-  scatter,
-  scatter_v,
-  scatter_object,
-  broadcast_object,
-  all_gather_v,
-  gather_v,
-  all_to_all_v,
-  all_gather_object,
-  gather_object,
-  all_to_all_object,
-  all_reduce_object,
+// What may be true of a verb, in the order of `Fact` in unisono/comm/verb_table.py, which says what each means.
+enum class Fact : uint8_t {
+  sends,
+  receives,
+  unsized,
+  probes,
+  empty,
+  objects,
+  fused,
+  per_rank,
+  by_rank,
+  cut,
+  rooted,
+  root_only,
+  reduces,
+  prefix,
+  folds,
+  groups,
+  in_place,
+  stacked,
+  shaped,
+  announced,
+  exchanged,
+  gathered,
 };
-
-inline bool is_of_objects(Verb verb) {
-  return verb == Verb::all_gather_object || verb == Verb::gather_object || verb == Verb::scatter_object ||
-         verb == Verb::broadcast_object || verb == Verb::all_to_all_object || verb == Verb::all_reduce_object;
-}
 
 enum class Parameter : uint8_t { x, out, op, root, dst, src, tag, timeout, algorithm, color, key, counts, fn };
 inline constexpr size_t parameter_count = 13;
 
-// What a verb takes: a row of the table in unisono/comm/verb_table.py.
+// What a verb takes and what is true of it: a row of that table.
 struct VerbSpec {
   struct Named {
     PyObject* word;  // interned
@@ -62,16 +46,17 @@ struct VerbSpec {
   };
   std::string name;
   PyObject* word = nullptr;
-  Verb verb = Verb::reference;
+  uint8_t number = 0;  // its place in the table
+  uint32_t facts = 0;  // a bit for each
   std::vector<Named> parameters;
   size_t positional = 0;
 
-  bool is_collective() const { return verb >= Verb::all_reduce; }
-  bool is_announced() const { return verb >= Verb::scatter; }
-  // Of messages.
-  bool sends() const { return verb == Verb::send || verb == Verb::sendrecv || verb == Verb::send_object; }
-  bool receives() const { return verb != Verb::send && verb != Verb::send_object; }
-  bool is_open_ended() const { return verb == Verb::recv_bytes || verb == Verb::recv_object; }
+  bool has(Fact fact) const { return (facts >> static_cast<unsigned>(fact) & 1) != 0; }
+  bool is_collective() const { return !has(Fact::sends) && !has(Fact::receives); }
+  // Every rank gets the same from root.
+  bool broadcasts() const {
+    return has(Fact::rooted) && !has(Fact::root_only) && !has(Fact::per_rank) && !has(Fact::by_rank);
+  }
 };
 
 // The objects that were passed, by parameter; nullptr if left out.

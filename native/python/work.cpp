@@ -262,7 +262,7 @@ void finalize_work(PyObject* self) {
     if (!started->is_observed) started->native.note_dropped(started->spec.word, started->code.ptr(), started->lasti);
     if (started->state == StartedCall::State::active && !started->native.completions.engine().is_closed()) {
       // The pump makes the group of a split, and leaves it: other members may use it.
-      if (started->spec.verb == Verb::split)
+      if (started->spec.has(Fact::groups))
         started->observe();
       else if (!started->call->poll(0)) {
         started->observe();

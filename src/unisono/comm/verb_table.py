@@ -1,9 +1,9 @@
 """The table of verbs: the properties of each that do not depend on its arguments.
 
-It is the one home of these facts. What is made from it: the methods that a user calls, with the engine's
-parser, signatures and documentation (verb_type.py); decisions (adoption.py); the numbers of verbs in
-fingerprints (fingerprint.py); the stages of verbs whose ranks do not know each other's lengths
-(vector_collectives.py); docs/reference.md.
+It is the one home of these facts. What is made from it: the methods that a user calls, with the facts that
+the engine asks for, its parser, signatures and documentation (verb_type.py); decisions (adoption.py); the
+numbers of verbs in fingerprints (fingerprint.py); the stages of verbs whose ranks do not know each other's
+lengths (vector_collectives.py); docs/reference.md.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ __all__ = ["COLLECTIVES", "VERBS", "Fact", "Verb", "verbs_with"]
 
 
 class Fact(Flag):
-    """What may be true of a verb. The engine knows the same names: native/python/verb_spec.hpp."""
+    """What may be true of a verb. The engine has the same, in this order: native/python/verb_spec.hpp."""
 
     # Messages between two ranks.
     SENDS = auto()
     RECEIVES = auto()
     UNSIZED = auto()  # receives a message of any length
+    PROBES = auto()  # leaves the message where it is
     # What travels.
+    EMPTY = auto()  # nothing
     OBJECTS = auto()  # packed objects
     FUSED = auto()  # several arrays as one
     PER_RANK = auto()  # a list with an item for each rank
@@ -35,6 +37,8 @@ class Fact(Flag):
     ROOT_ONLY = auto()  # only root has a result
     REDUCES = auto()
     PREFIX = auto()  # reduces what the ranks up to this one give
+    FOLDS = auto()  # each rank reduces all objects itself, with `fn`
+    GROUPS = auto()  # makes communicators
     IN_PLACE = auto()  # the result takes the place of x unless `out` is given
     STACKED = auto()  # the result has a leading axis for the ranks
     SHAPED = auto()  # ranks must agree on the shape, not only on the length
@@ -71,7 +75,7 @@ VERBS: Final[Mapping[str, Verb]] = MappingProxyType(
         "sendrecv": Verb(_F.SENDS | _F.RECEIVES),
         "send_object": Verb(_F.SENDS | _F.OBJECTS),
         "recv_object": Verb(_F.RECEIVES | _F.UNSIZED | _F.OBJECTS),
-        "probe": Verb(_F.RECEIVES),
+        "probe": Verb(_F.RECEIVES | _F.PROBES),
         "all_reduce": Verb(_F.REDUCES | _F.IN_PLACE, "all_reduce"),
         "all_reduce_many": Verb(_F.REDUCES | _F.IN_PLACE | _F.FUSED, "all_reduce"),
         "reduce": Verb(_F.REDUCES | _F.IN_PLACE | _F.ROOTED | _F.ROOT_ONLY, "reduce"),
@@ -83,7 +87,7 @@ VERBS: Final[Mapping[str, Verb]] = MappingProxyType(
         "all_to_all": Verb(_F.BY_RANK | _F.SHAPED, "all_to_all"),
         "scan": Verb(_F.REDUCES | _F.PREFIX, "scan"),
         "exscan": Verb(_F.REDUCES | _F.PREFIX, "exscan"),
-        "barrier": Verb(_F(0), "barrier"),
+        "barrier": Verb(_F.EMPTY, "barrier"),
         "all_gather_v": Verb(_EXCHANGE, "all_gather"),
         "gather_v": Verb(_GATHER, "gather"),
         "scatter_v": Verb(_SPREAD | _F.PER_RANK, "scatter"),
@@ -94,10 +98,9 @@ VERBS: Final[Mapping[str, Verb]] = MappingProxyType(
         "gather_object": Verb(_GATHER | _F.OBJECTS, "gather"),
         "scatter_object": Verb(_SPREAD | _F.PER_RANK | _F.OBJECTS, "scatter"),
         "all_to_all_object": Verb(_EXCHANGE | _F.PER_RANK | _F.OBJECTS, "all_to_all"),
-        # Every rank gets all objects, and folds them itself.
-        "all_reduce_object": Verb(_EXCHANGE | _F.OBJECTS, "all_gather"),
+        "all_reduce_object": Verb(_EXCHANGE | _F.OBJECTS | _F.FOLDS, "all_gather"),
         # A row for each rank, from which each makes its group.
-        "split": Verb(_F.STACKED, "all_gather"),
+        "split": Verb(_F.STACKED | _F.GROUPS, "all_gather"),
     }
 )
 

@@ -25,8 +25,8 @@ def make_verbs_type(reference: type) -> type[Any]:
     return _native.make_verbs_type(rows, OP_NAMES)
 
 
-# Name, signature and documentation, names of parameters, how many of them may be given by position.
-_Row: TypeAlias = tuple[str, str, Sequence[str], int]
+# Name, signature and documentation, facts, names of parameters, how many of them may be given by position.
+_Row: TypeAlias = tuple[str, str, int, Sequence[str], int]
 
 
 def _row(name: str, signature: inspect.Signature, reference: type) -> _Row:
@@ -36,7 +36,7 @@ def _row(name: str, signature: inspect.Signature, reference: type) -> _Row:
     names = [p.name for p in parameters]
     verb, prose = VERBS[name], getattr(reference, name).__doc__
     doc = documentation(name, names, prose, is_collective=verb.is_collective)
-    return name, f"{text}\n--\n\n{doc}", names, len(positional)
+    return name, f"{text}\n--\n\n{doc}", verb.facts.value, names, len(positional)
 
 
 def _shown(parameters: list[inspect.Parameter]) -> list[str]:

@@ -22,6 +22,8 @@ PARAMETERS = {name: set(inspect.signature(getattr(ReferenceVerbs, name)).paramet
         (Fact.REDUCES, {"op"}),
         (Fact.FUSED, {"xs"}),
         (Fact.CUT, {"counts"}),
+        (Fact.FOLDS, {"fn"}),
+        (Fact.GROUPS, {"color"}),
         (Fact.PER_RANK, {"parts", "values", "objects"}),
     ],
 )
@@ -51,6 +53,12 @@ def test_rows_are_announced_in_one_way() -> None:
 def test_only_verbs_with_a_root_have_a_result_there_alone() -> None:
     assert verbs_with(Fact.ROOT_ONLY) == {"reduce", "gather", "gather_v", "gather_object"}
     assert verbs_with(Fact.ROOT_ONLY) <= verbs_with(Fact.ROOTED)
+
+
+def test_verbs_of_which_every_rank_gets_what_root_gives_are_broadcasts() -> None:
+    """`VerbSpec::broadcasts` of the engine."""
+    whole = verbs_with(Fact.ROOTED) - verbs_with(Fact.ROOT_ONLY | Fact.PER_RANK | Fact.BY_RANK)
+    assert whole == {name for name, verb in VERBS.items() if verb.collective == "broadcast"}
 
 
 def test_names_say_what_travels() -> None:
