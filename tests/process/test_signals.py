@@ -1,4 +1,4 @@
-"""Signals at any time: they interrupt system calls of the engine, and none of those means that a peer is gone."""
+"""Signals interrupt system calls of the engine at any time, which never means that a peer is gone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def signals_every(interval_s: float) -> Iterator[list[int]]:
 
 
 def exchanges_under_signals(comm: uni.Communicator, rounds: int) -> int:
-    # 300,000 bytes are read directly from the peer's memory, which asks after each piece whether the peer lives.
+    # 300,000 bytes are read directly from the peer's memory; whether it lives is asked after each piece.
     other, short, long = 1 - comm.rank, np.zeros(1, np.int64), np.zeros(37_501, np.int64)
     with signals_every(0.0001) as seen:
         for i in range(rounds):
