@@ -284,9 +284,9 @@ PyObject* ParsedCall::give() {
     fused_->part(target_);
     return fused_->give_back();
   }
+  if (spec_.has(Fact::in_place) && !out_.is_given()) return Arguments::give_back(x_);
   if (verb_group_.rank == 0 && !decision_->identity.empty()) fill_with_identity();
   if (out_.is_given()) return Py_NewRef(out_.given);
-  if (spec_.has(Fact::in_place)) return Arguments::give_back(x_);
   return verb_group_.arguments.give(x_, result_, is_result_scalar_);
 }
 
