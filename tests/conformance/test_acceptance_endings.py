@@ -395,10 +395,10 @@ def test_ranks_that_all_wait_for_each_other_get_a_deadlock_error() -> None:
     ended = run_ranks(program, 3, config=uni.Config(deadlock_after_s=0.5))
     for error in ended:
         assert isinstance(error, uni.Deadlock | uni.PeerAborted)
-    told = [error for error in ended if isinstance(error, uni.Deadlock)]
-    assert told
-    assert "rank 0 waits for rank 1" in str(told[0])
-    assert "rank 2 waits for rank 0" in str(told[0])
+    deadlocks = [error for error in ended if isinstance(error, uni.Deadlock)]
+    assert deadlocks
+    assert "rank 0 waits for rank 1" in str(deadlocks[0])
+    assert "rank 2 waits for rank 0" in str(deadlocks[0])
 
 
 # -- ranks that call different things ---------------------------------------------------------------------
@@ -485,7 +485,7 @@ def test_all_ranks_are_shown_both_calls_of_a_mismatch(what: str, odd: int) -> No
         assert f"rank {odd}: " in error.report
         assert error.culprits == (odd,)
         assert len(error.report.splitlines()) == 2
-        assert "test_acceptance_endings.py:" in error.report, "it says where"
+        assert "test_acceptance_endings.py:" in error.report, "the report has the line"
 
     reported_in_time(outcomes, check)
 

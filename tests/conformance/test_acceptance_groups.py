@@ -68,9 +68,9 @@ def test_ranks_are_ordered_by_key_then_by_old_rank(size: int) -> None:
 def test_color_none_opts_out_and_gives_none() -> None:
     def program(comm: uni.Communicator) -> Any:
         child = comm.split(None if comm.rank in (0, 3) else comm.rank % 2, -comm.rank)
-        nobody = comm.split(None)
+        left_out = comm.split(None)
         got = None if child is None else child.all_gather(comm.rank).tolist()
-        return got, nobody, comm.all_reduce(1)
+        return got, left_out, comm.all_reduce(1)
 
     want = [None, [5, 1], [4, 2], None, [4, 2], [5, 1]]
     assert run_ranks(program, 6).values() == [(members, None, 6) for members in want]

@@ -12,15 +12,15 @@ from tests.support.oracle import (
     DTYPES,
     PAIRS,
     Notes,
+    as_numpy,
     differs,
-    dressed,
     dtype_of,
+    in_family,
     moved,
     operand,
     operands,
     prefix,
     result,
-    undressed,
 )
 from tests.support.ranks import run_ranks
 
@@ -56,7 +56,7 @@ def test_every_verb_takes_and_gives_the_same_kind_of_memory_for_every_type(kind:
             uneven = [moved(name, (r + 1, 2), "uneven", r) for r in range(size)]
 
             def mine(x: Any) -> Any:
-                return dressed(kind, x.copy())
+                return in_family(kind, x.copy())
 
             x = mine(xs[me])
             notes.check(comm.broadcast(x, root) is x, "broadcast", name)
@@ -89,14 +89,14 @@ def test_every_type_and_op_is_reduced_in_any_memory(kind: str) -> None:
     def program(comm: uni.Communicator) -> Notes:
         notes = Notes()
         for name, op in PAIRS:
-            x = dressed(kind, operand(name, op, 37, comm.rank, SIZE).copy())
+            x = in_family(kind, operand(name, op, 37, comm.rank, SIZE).copy())
             want = result(name, op, 37, SIZE)
             notes.check(comm.all_reduce(x, op) is x, "all_reduce gives another object", name, op)
             notes.expect(x, want, "all_reduce", name, op)
-            x = dressed(kind, operand(name, op, 37, comm.rank, SIZE).copy())
+            x = in_family(kind, operand(name, op, 37, comm.rank, SIZE).copy())
             got = comm.reduce(x, 1, op)
             notes.expect(got, want if comm.rank == 1 else None, "reduce", name, op)
-            x = dressed(kind, operand(name, op, (SIZE, 5), comm.rank, SIZE).copy())
+            x = in_family(kind, operand(name, op, (SIZE, 5), comm.rank, SIZE).copy())
             got = comm.reduce_scatter(x, op)
             notes.check(is_of(kind, got), "reduce_scatter gives", type(got), name)
             notes.expect(got, result(name, op, (SIZE, 5), SIZE)[comm.rank], "reduce_scatter", name, op)
@@ -104,7 +104,7 @@ def test_every_type_and_op_is_reduced_in_any_memory(kind: str) -> None:
                 continue
             xs = operands(name, op, 9, SIZE)
             for verb in ("scan", "exscan"):
-                got = getattr(comm, verb)(dressed(kind, xs[comm.rank].copy()), op)
+                got = getattr(comm, verb)(in_family(kind, xs[comm.rank].copy()), op)
                 notes.check(is_of(kind, got), verb, "gives", type(got), name)
                 want = prefix(op, xs, comm.rank, name, exclusive=verb == "exscan")
                 notes.expect(got, want, verb, name, op)
@@ -118,7 +118,7 @@ def test_bfloat16_from_torch_ml_dtypes_and_raw_memory_meet_in_one_collective() -
     kinds = ("torch", "typed", "numpy")
 
     def program(comm: uni.Communicator) -> Any:
-        x = dressed(kinds[comm.rank], operand("bfloat16", "mean", 21, comm.rank, 3).copy())
+        x = in_family(kinds[comm.rank], operand("bfloat16", "mean", 21, comm.rank, 3).copy())
         comm.all_reduce(x, "mean")
         gathered = comm.all_gather(x)
         return is_of(kinds[comm.rank], gathered), differs(x, result("bfloat16", "mean", 21, 3))
@@ -199,16 +199,16 @@ def test_anything_with_a_writable_buffer_is_filled_in_place() -> None:
 @pytest.mark.on_every_link
 def test_what_is_only_read_may_be_read_only() -> None:
     def program(comm: uni.Communicator) -> Any:
-        heard = []
+        arrived = []
         for count in (3, 200_000):  # the first call, a call by the fast path, and a long one
             for _ in range(3):
                 x = np.arange(count) + comm.rank
                 x.flags.writeable = comm.rank != 1
                 assert comm.broadcast(x, root=1) is x
-                heard.append(bool((x == np.arange(count) + 1).all()))
+                arrived.append(bool((x == np.arange(count) + 1).all()))
         raw = b"abc" if comm.rank == 1 else bytearray(3)
         assert comm.broadcast(raw, root=1) is raw
-        return heard, bytes(raw)
+        return arrived, bytes(raw)
 
     assert run_ranks(program, 3).values() == [([True] * 6, b"abc")] * 3
 
@@ -242,7 +242,7 @@ class Capsule:
 @pytest.mark.parametrize("name", ["float32", "int16", "bfloat16", "complex128"])
 def test_dlpack_memory_is_reduced_where_it_lies(name: str) -> None:
     def program(comm: uni.Communicator) -> Any:
-        tensor = dressed("torch", operand(name, "sum", 11, comm.rank, 2).copy())
+        tensor = in_family("torch", operand(name, "sum", 11, comm.rank, 2).copy())
         given = Capsule(tensor)
         assert comm.all_reduce(given) is given
         return differs(tensor, result(name, "sum", 11, 2))
@@ -292,7 +292,7 @@ def test_strided_and_read_only_memory_is_right_where_it_is_only_read() -> None:
             comm.all_to_all(full[::-2, 1::2]).tolist(),
             comm.scan(strided[:, 1]).tolist(),
             comm.all_reduce(strided, out=np.empty((2, 2), np.int64)).tolist(),
-            undressed(comm.gather_v(full[:, comm.rank], 0)[1]).tolist()
+            as_numpy(comm.gather_v(full[:, comm.rank], 0)[1]).tolist()
             if comm.rank == 0
             else comm.gather_v(full[:, 1]),
         ]

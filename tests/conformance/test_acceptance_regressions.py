@@ -417,7 +417,7 @@ def test_nothing_is_left_of_operations_that_ended() -> None:
     for comm in world:
         matcher: Any = comm.backend.endpoint.protocol.inbox.matcher  # type: ignore[attr-defined]
         assert list(matcher.all_unexpected()) == []
-        assert len(list(matcher.all_posted())) == 1, "only control listens"
+        assert len(list(matcher.all_posted())) == 1, "only the listener for control messages is left"
         assert comm._group.state.pending == {}
         assert len(comm._group.call_log) == 512, "of 600 calls"
     for comm in world:
@@ -494,7 +494,7 @@ def test_a_call_of_nothing_made_late_is_still_compared() -> None:
 
     ended = uni.simulate(program, 3)
     assert [type(error) for error in ended.results] == [uni.CollectiveMismatch] * 3
-    assert ended.time_s < 1.1, "at once when it came"
+    assert ended.time_s < 1.1, "at once, once the rank has called"
 
 
 def test_a_rank_that_came_late_is_not_blamed_for_one_that_never_came() -> None:

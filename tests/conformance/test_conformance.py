@@ -697,7 +697,7 @@ def test_a_name_that_is_no_case_is_refused_before_anything_runs() -> None:
         check_backend(local, names=["probes_take_everything"])
 
 
-def test_what_a_backend_does_not_claim_is_left_out() -> None:
+def test_cases_for_capabilities_that_a_backend_lacks_are_left_out() -> None:
     class Modest(Mutant):
         """Has neither wildcards nor sync sends, and declares that."""
 
@@ -757,7 +757,7 @@ def test_run_local_gives_results_by_rank() -> None:
     assert run_local(program, 4, 10) == [60, 61, 62, 63]
 
 
-def test_run_local_raises_the_first_failure_not_its_echo() -> None:
+def test_run_local_raises_the_first_failure_not_its_consequences() -> None:
     def program(comm: uni.Communicator) -> None:
         if comm.rank == 2:
             raise ZeroDivisionError("rank two divides")

@@ -160,7 +160,7 @@ def test_a_killed_rank_is_known_to_all_within_the_bound() -> None:
 
     with forked(live, 3, kind="gloo") as ranks:
         for rank in range(3):
-            assert ranks.hear(rank) == "ready"
+            assert ranks.receive(rank) == "ready"
         killed = time.monotonic()
         ranks.signal(1, signal.SIGKILL)
         for rank in (0, 2):
@@ -198,7 +198,7 @@ def test_a_users_own_process_group_is_not_disturbed(tmp_path: Any) -> None:
     assert run_processes(program, 2, kind="gloo") == [[3.0] * 3 + [21.0] * 3] * 2
 
 
-def test_links_without_encryption_are_refused_where_it_is_due() -> None:
+def test_links_without_encryption_are_refused_where_it_is_required() -> None:
     with pytest.raises(UsageError, match=r"no encryption.*backend='native'"):
         UnconnectedGloo(BindSpec(0, 2, "127.0.0.1", is_encrypted=True, config=Config()))
 

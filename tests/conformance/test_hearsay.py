@@ -48,10 +48,10 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_engine_keeps_the_rule(make: Make, name: str) -> None:
-    case, heard = CASES[name], list[PeerDown]()
+    case, reports = CASES[name], list[PeerDown]()
     first, last = make(3, (0, 2))
     connect([first, last], cards=[first.card(), first.card(), last.card()])
-    first.watch(heard.append)
+    first.watch(reports.append)
     if case.has_link:
         exchange(first, last)
     with Member(first.card(), SECRET, 1, 0, 3) as member:
@@ -60,7 +60,7 @@ def test_the_engine_keeps_the_rule(make: Make, name: str) -> None:
         # A later message of the same peer has arrived, so the report has, too.
         member.send(HEAD.pack(EAGER, 255, 0, 0, CONTEXT, 7, 2) + b"ok", CONTROL)
         assert bytes(ended(first, first.start_recv(1, CONTEXT, 7, None)).data or b"") == b"ok"
-        believed = [(down.cause, down.left) for down in heard if down.rank == 2]
+        believed = [(down.cause, down.left) for down in reports if down.rank == 2]
         assert believed == [] if case.believed is None else [case.believed]
         if case.has_link:
             exchange(first, last)
@@ -129,7 +129,7 @@ def test_a_rank_without_a_link_gets_the_report_and_refuses_the_dead_rank_later()
     assert "rank 1" in results[4]
     assert "refuses the link: it has declared rank 4 dead" in results[4]
     assert results[2] == [(3.5 + 2 * LATENCY, 5, "gave rank 4 up after 2.5 s of silence")], "by rank 4"
-    assert results[0] == results[3] == [], "they reach both"
+    assert results[0] == results[3] == [], "ranks that reach both"
 
 
 def test_all_ranks_learn_of_a_death_also_those_that_call_the_dead_rank_later() -> None:

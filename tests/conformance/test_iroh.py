@@ -120,7 +120,7 @@ def test_what_was_sent_before_the_end_arrives() -> None:
         return [comm.recv(got, 0, i).tag + 0 * int(got[0]) for i in range(100) if int(got[0]) <= i]
 
     with forked(live, 2, kind="iroh") as ranks:
-        assert ranks.hear(0) == "left"
+        assert ranks.receive(0) == "left"
         ranks.pipes[1].send("receive")
         assert ranks.result(1) == list(range(100))
 
@@ -233,7 +233,7 @@ def lose(how: int, config: Config | None = None) -> list[tuple[float, tuple[int,
 
     with forked(live, 3, kind="iroh", config=config) as ranks:
         for rank in range(3):
-            assert ranks.hear(rank) == "ready"
+            assert ranks.receive(rank) == "ready"
         lost = time.monotonic()
         ranks.signal(1, how)
         results = [ranks.result(rank) for rank in (0, 2)]
@@ -281,7 +281,7 @@ def test_ctrl_c_ends_a_blocking_call() -> None:
 
     with forked(live, 2, kind="iroh") as ranks:
         for rank in range(2):
-            assert ranks.hear(rank) == "ready"
+            assert ranks.receive(rank) == "ready"
         ranks.signal(0, signal.SIGINT)
         assert ranks.result(0) == "interrupted"
         ranks.pipes[1].send("over")
@@ -389,7 +389,7 @@ class Ignorant(UnconnectedIroh):
         super().__init__(dataclasses.replace(spec, secret=b"a guess") if spec.rank == 1 else spec)
 
 
-def test_a_peer_without_the_right_key_is_not_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_without_the_key_of_its_card_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unisono.backends.iroh.backend._CONNECT_S", 2.0)
     with forked(lambda backend, pipe: "connected", 2, bind=Impostor) as ranks:
         failed = ranks.result(1)
@@ -462,7 +462,7 @@ def test_a_replayed_join_and_garbage_datagrams_change_nothing() -> None:
         if comm.rank == 1:
             recorder, stranger = RECORDERS[0], socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
             kept = list(recorder.kept)
-            assert len(kept) >= 3, "the join did not pass the recorder"
+            assert len(kept) >= 3, "the recorder has no datagram of the join"
             rng = random.Random(5)
             for turn in range(3):
                 for data in kept:
@@ -517,7 +517,7 @@ def test_spawn_and_the_seed_bring_iroh_ranks_together() -> None:
     assert uni.spawn(spawned, 2, backend="iroh") == [("iroh", 3.0)] * 2
 
 
-def test_it_listens_on_the_named_address_only() -> None:
+def test_a_rank_listens_on_the_given_address_only() -> None:
     def program(comm: Communicator) -> list[str]:
         own = {os.readlink(link).strip("socket:[]") for link in sockets_of("self")}
         return [

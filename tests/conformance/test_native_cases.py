@@ -33,11 +33,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_a_case_holds_in_processes(name: str, kind: str) -> None:
     (case,) = (case for case in CASES if case.name == name)
 
-    def live(backend: NativeBackend, pipe: Connection) -> bool:
+    def program(backend: NativeBackend, pipe: Connection) -> bool:
         run_case(case, backend)
         return True
 
-    with forked(live, case.size, kind=kind) as ranks:
+    with forked(program, case.size, kind=kind) as ranks:
         assert [ranks.result(rank) for rank in range(case.size)] == [True] * case.size
         assert [ranks.code(rank) for rank in range(case.size)] == [0] * case.size
 

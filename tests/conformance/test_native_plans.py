@@ -72,7 +72,9 @@ def test_every_algorithm_gives_the_right_answer(world: MakeWorld, kind: str, siz
 @pytest.mark.parametrize(
     "settings", [{"window_segments": 1, "eager_bytes": 0}, {"eager_bytes": 256}], ids=str
 )
-def test_nothing_depends_on_windows_and_offers(world: MakeWorld, kind: str, settings: dict[str, int]) -> None:
+def test_results_do_not_depend_on_windows_and_eager_limits(
+    world: MakeWorld, kind: str, settings: dict[str, int]
+) -> None:
     def program(comm: Communicator) -> Notes:
         notes = Notes()
         for collective in CATALOG:
@@ -166,7 +168,7 @@ def test_two_hundred_started_runs_end_in_any_order(world: MakeWorld, kind: str) 
     assert run_each(program, list(world(3, kind, segment_bytes=4096))).values() == [True] * 3
 
 
-def test_a_started_run_goes_on_while_nobody_waits(world: MakeWorld) -> None:
+def test_a_started_run_goes_on_while_no_thread_waits(world: MakeWorld) -> None:
     def program(comm: Communicator) -> bool:
         work = comm.start.all_reduce(np.ones(3_000_000, np.float32))
         deadline = time.monotonic() + 20
@@ -233,7 +235,7 @@ def test_a_mismatch_is_shown_to_every_rank(
         with stopwatch() as seconds:
             with pytest.raises(uni.CollectiveMismatch) as caught:
                 call_and_meet(comm, CALLS[theirs if comm.rank == odd else ours])
-            assert seconds() < 5, "it took too long to notice"
+            assert seconds() < 5, "the mismatch was reported too late"
         with pytest.raises(uni.CollectiveMismatch):
             comm.barrier()  # the communicator is poisoned
         return caught.value.report
@@ -265,7 +267,7 @@ def plan_of(rank: int, count: int, size: int = 2) -> Plan:
 def ended(backend: NativeBackend, request: Request) -> BaseException | None:
     event = backend.runtime.event()
     request.notify(event.set)
-    assert backend.runtime.block(event, 10.0, lambda: None), "it does not end"  # type: ignore[arg-type,return-value]
+    assert backend.runtime.block(event, 10.0, lambda: None), "the run does not end"  # type: ignore[arg-type,return-value]
     return request.error
 
 
@@ -336,7 +338,7 @@ def test_a_message_that_was_taken_back_leaves_a_gap_that_nothing_fills(world: Ma
     assert ended(one, one.start_send(1, 6, 0, memoryview(b"last"))) is None
     assert ended(two, last) is None
     assert not second.done
-    assert (y == -1).all(), "a peer that withdrew its first piece has given up: no other is received"
+    assert (y == -1).all(), "after the withdrawal of the first segment no other is received"
     assert second.peers_awaited() == (0,)
     assert second.cancel()
     ended(two, second)

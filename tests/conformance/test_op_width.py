@@ -242,7 +242,7 @@ def again(comm: Any) -> Notes:
 
 
 @every_kind
-def test_a_call_that_is_made_again_gives_the_same(world: MakeWorld, kind: str) -> None:
+def test_a_repeated_call_gives_the_same_result(world: MakeWorld, kind: str) -> None:
     assert noted(run_on(kind, world, again, 3, **SHORT)) == []
 
 
@@ -290,7 +290,7 @@ WIDE = uni.op(lambda left, right: left, width=3, name="wide")
         ),
     ],
 )
-def test_what_would_separate_an_item_is_refused_before_anything_is_sent(call: Any, match: str) -> None:
+def test_calls_that_would_separate_an_item_are_refused_before_anything_is_sent(call: Any, match: str) -> None:
     def program(comm: Any) -> float:
         with pytest.raises(UsageError, match=match):
             call(comm)

@@ -23,7 +23,7 @@ MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 LEVELS = {name: -level for level, layer in enumerate(LAYERS) for name in layer.members}
 EDGES = ("cli", "testing", "pytorch", "train", "bench")
-ROOMS = next(layer.members for layer in LAYERS if "rpc" in layer.members)
+PACKAGES = next(layer.members for layer in LAYERS if "rpc" in layer.members)
 FOREIGN = {"numpy", "msgspec"}  # packages that every layer may import beside the standard library
 
 
@@ -58,7 +58,7 @@ def _imports(node: ast.AST, module: Path, at_load: bool) -> Iterator[Import]:
                 yield from _imports(child, module, at_load)
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     """The folder of a module of unisono, or the module itself at the top level."""
     return path.parts[0].removesuffix(".py")
 
@@ -80,7 +80,7 @@ def source_of(path: Path) -> str:
 
 def faults(path: Path, source: str) -> list[str]:
     """Imports that point up or sideways."""
-    found, here = [], room_of(path)
+    found, here = [], package_of(path)
     layer = next(layer for layer in LAYERS if here in layer.members)
     depths = {name: depth for depth, names in enumerate(layer.inside) for name in names}
     for imported in imports_of(source, path):
@@ -113,7 +113,7 @@ def calls_of(source: str) -> list[tuple[str, int]]:
 
 
 def test_every_module_has_a_place():
-    assert {room_of(path) for path in MODULES} - set(LEVELS) == set(), "name the layer of a new folder"
+    assert {package_of(path) for path in MODULES} - set(LEVELS) == set(), "name the layer of a new folder"
     for layer in LAYERS:
         if layer.inside:
             (folder,) = layer.members
@@ -187,7 +187,7 @@ def users_of(names: set[str], *but: str) -> list[str]:
     return [
         f"{path}:{line} {name}"
         for path in MODULES
-        if not {room_of(path), path.as_posix()} & set(but)
+        if not {package_of(path), path.as_posix()} & set(but)
         for name, line in calls_of(source_of(path))
         if name in names
     ]
@@ -198,7 +198,7 @@ def importers_of(names: set[str], *but: str) -> list[str]:
     return [
         f"{path} {sorted(names & names_imported(path))}"
         for path in MODULES
-        if not {room_of(path), path.as_posix()} & set(but) and names & names_imported(path)
+        if not {package_of(path), path.as_posix()} & set(but) and names & names_imported(path)
     ]
 
 
@@ -208,7 +208,7 @@ def test_only_two_modules_read_the_environment():
         path: [i for i in imports_of(source_of(path), path) if i.target in ENVIRONMENT] for path in MODULES
     }
     assert {
-        path for path, found in taken.items() if found and room_of(path) not in MAY_READ_THE_ENVIRONMENT
+        path for path, found in taken.items() if found and package_of(path) not in MAY_READ_THE_ENVIRONMENT
     } == set()
 
 
@@ -218,7 +218,7 @@ def test_only_the_clock_and_the_simulator_read_clocks_and_start_threads():
     assert importers_of(POOLS, *MAY_START_THREADS, *TRANSPORTS) == []
     wrong = []
     for path in MODULES:
-        if {room_of(path), path.as_posix()} & {*MAY_START_THREADS, *TRANSPORTS}:
+        if {package_of(path), path.as_posix()} & {*MAY_START_THREADS, *TRANSPORTS}:
             continue
         # A Thread may be named as a type; only calls count.
         made = {ast.unparse(n.func) for n in ast.walk(ast.parse(source_of(path))) if isinstance(n, ast.Call)}
@@ -385,6 +385,6 @@ def test_reducing_brings_no_more():
 
 def test_edges_call_as_users_do_unless_a_user_calls_them():
     shown = set(EDGES) - {"pytorch", "train"}
-    assert {name for name in (*EDGES, *ROOMS) if is_users(str(PACKAGE / name / "some.py"))} == shown
+    assert {name for name in (*EDGES, *PACKAGES) if is_users(str(PACKAGE / name / "some.py"))} == shown
     assert not is_users(str(PACKAGE / "comm" / "collectives.py"))
     assert is_users(__file__)

@@ -205,8 +205,8 @@ def _calls(*words: str) -> bytes:
         fingerprint_of("all_gather", described(DTYPES["int32"], (6,), (2 + rank, 3)), None, "ring", 0, 0, ())
         for rank in range(len(words))
     ]
-    told = [record + bytes([len(text)]) + text.encode() for record, text in zip(records, words, strict=True)]
-    return b"".join(told) + FORGOTTEN + b"\0"
+    calls = [record + bytes([len(text)]) + text.encode() for record, text in zip(records, words, strict=True)]
+    return b"".join(calls) + FORGOTTEN + b"\0"
 
 
 def _in_parts(head: bytes, blobs: list[memoryview]) -> bytes:

@@ -87,7 +87,7 @@ class RawPeer:
             socket.send_fds(sock, [introduction], [memory, page])
             os.close(page)
         (admission,) = struct.unpack_from("<I", _exactly(sock, 32))
-        assert admission == 0, "a peer that knows the secret is welcome"
+        assert admission == 0, "a peer that knows the secret is admitted"
         return sock
 
 
@@ -97,7 +97,7 @@ def _exactly(sock: socket.socket, count: int) -> bytes:
         piece, fds, _, _ = socket.recv_fds(sock, count - len(data), 4)
         for fd in fds:
             os.close(fd)
-        assert piece, "it hung up"
+        assert piece, "the rank closed the connection"
         data += piece
     return data
 
@@ -173,7 +173,7 @@ def test_a_rank_survives_what_peers_may_say(
     two.start_send(0, 5, 0, memoryview(b"sound"))
     deadline = time.monotonic() + PATIENCE_S
     while not receive.done:
-        assert time.monotonic() < deadline, "it no longer works"
+        assert time.monotonic() < deadline, "the rank no longer works"
         time.sleep(0.001)
     assert words == b"sound"
 

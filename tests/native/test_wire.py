@@ -54,7 +54,9 @@ def make(tmp_path: Path) -> Iterator[Make]:
 def ended(backend: NativeBackend, request: Request) -> Request:
     event = backend.runtime.event()
     request.notify(event.set)
-    assert backend.runtime.block(event, PATIENCE_S, lambda: Waiting(backend.rank, (), "a test")), "it hangs"
+    assert backend.runtime.block(event, PATIENCE_S, lambda: Waiting(backend.rank, (), "a test")), (
+        "the request does not end"
+    )
     return request
 
 

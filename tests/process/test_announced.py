@@ -241,7 +241,7 @@ def test_every_verb_gives_what_numpy_says(world: MakeWorld, kind: str, size: int
 
 
 @every_kind
-def test_memory_of_other_lengths_than_come_is_refused_and_the_others_are_not_held_up(
+def test_memory_of_wrong_lengths_is_refused_and_other_ranks_are_not_delayed(
     world: MakeWorld, kind: str
 ) -> None:
     comms = world(3, kind)
@@ -385,7 +385,9 @@ def test_groups_with_other_ranks_than_the_world(world: MakeWorld, kind: str) -> 
 
 @every_kind
 @pytest.mark.parametrize("name", ["ring", "auto"])
-def test_a_named_algorithm_moves_what_does_not_fit(world: MakeWorld, kind: str, name: str) -> None:
+def test_a_named_algorithm_moves_parts_that_do_not_fit_into_rows(
+    world: MakeWorld, kind: str, name: str
+) -> None:
     comms = world(3, kind)
 
     def program(comm: Communicator) -> Notes:
@@ -402,7 +404,7 @@ def test_a_named_algorithm_moves_what_does_not_fit(world: MakeWorld, kind: str, 
 
 
 @every_kind
-def test_kinds_of_arrays_come_back_as_they_were_given(world: MakeWorld, kind: str) -> None:
+def test_results_have_the_family_of_the_arguments(world: MakeWorld, kind: str) -> None:
     comms = world(2, kind)
 
     def program(comm: Communicator) -> Notes:
@@ -434,7 +436,7 @@ def test_kinds_of_arrays_come_back_as_they_were_given(world: MakeWorld, kind: st
     assert found(comms, program) == []
 
 
-def test_a_started_call_that_nobody_waits_for_moves_everything(world: MakeWorld) -> None:
+def test_a_started_call_is_completed_although_no_thread_waits(world: MakeWorld) -> None:
     """The second stage begins without a thread of the user."""
     comms = world(2, "shm")
     ended = [threading.Event() for _ in comms]
@@ -545,7 +547,7 @@ def test_an_out_that_does_not_fit_is_an_error_on_its_rank(world: MakeWorld, kind
 
 @every_kind
 @pytest.mark.parametrize("seed", range(6))
-def test_rows_of_any_bytes_break_nothing(
+def test_rows_of_random_bytes_give_an_error_or_arrays(
     world: MakeWorld, kind: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One rank announces random bytes: others get an error or arrays, but no foreign memory and no crash."""
@@ -572,7 +574,7 @@ def test_rows_of_any_bytes_break_nothing(
 
 
 @every_kind
-def test_a_huge_announcement_takes_nobodys_memory(
+def test_a_huge_announcement_takes_no_memory(
     world: MakeWorld, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     comms = world(2, kind)

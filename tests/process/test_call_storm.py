@@ -138,7 +138,7 @@ COLLECTIVES = (
 def polled(work: Work[Any]) -> Any:
     deadline = time.monotonic() + PATIENCE_S
     while not work.done():
-        assert time.monotonic() < deadline, "it never ends"
+        assert time.monotonic() < deadline, "the work does not end"
     return work.wait(0)
 
 
@@ -304,7 +304,7 @@ def storm_until_it_ends(comm: Communicator, seed: int) -> type[BaseException]:
             storm(comm, turn, 1)
         except (UnisonoError, AssertionError) as error:  # a wait meant to expire has failed instead
             return type(error)
-    raise AssertionError("it never ends")
+    raise AssertionError("the work does not end")
 
 
 def threads_until_it_ends(rows: list[Communicator]) -> list[type[BaseException]]:
@@ -322,15 +322,15 @@ def test_worlds_close_while_works_are_under_way(world: MakeWorld, turn: int):
 
 
 def test_a_killed_peer_ends_all_works_of_the_others():
-    def live(backend: Backend, pipe: Connection) -> int:
+    def program(backend: Backend, pipe: Connection) -> int:
         with Communicator.world(backend) as comm:
             rows = rows_of(comm)
             pipe.send("ready")
             return len(threads_until_it_ends(rows))
 
-    with forked(live, 3) as ranks:
+    with forked(program, 3) as ranks:
         for rank in range(3):
-            assert ranks.hear(rank) == "ready"
+            assert ranks.receive(rank) == "ready"
         time.sleep(0.3)
         ranks.signal(2, signal.SIGKILL)
         assert [ranks.result(rank, PATIENCE_S) for rank in range(2)] == [THREADS, THREADS]

@@ -282,7 +282,7 @@ UNCERTAIN = {
 
 
 @pytest.mark.parametrize("what", UNCERTAIN)
-def test_waits_that_somebody_may_end_are_no_deadlock(what):
+def test_waits_that_a_thread_may_still_end_are_no_deadlock(what):
     for result in run_processes(ended, 2, UNCERTAIN[what], config=QUICK):
         assert result == ("", "", 0.0), result
 

@@ -185,7 +185,7 @@ PAIRS: dict[str, tuple[Callable[[Communicator], object], Callable[[Communicator]
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_a_mismatch_reads_the_same_whoever_has_decided(world: MakeWorld, pair: str) -> None:
+def test_a_mismatch_reads_the_same_with_own_and_shared_decisions(world: MakeWorld, pair: str) -> None:
     """On a group without decisions of its own, with and without earlier calls of these classes on it."""
     calls = PAIRS[pair]
 

@@ -25,10 +25,10 @@ every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.float16, torch.complex64)
 
 
-def begun_hot(comm: Communicator) -> int:
-    hot = comm._group.native
-    assert hot is not None
-    return hot.ended + hot.adopted
+def begun_fast(comm: Communicator) -> int:
+    native_group = comm._group.native
+    assert native_group is not None
+    return native_group.ended + native_group.adopted
 
 
 def tensor(shape: tuple[int, ...], dtype: Any, rank: int, k: int) -> Any:
@@ -77,7 +77,7 @@ def test_tensors_are_reduced_and_moved_as_numpys_arrays_are(world: MakeWorld, ki
 
     assert found(comms, program) == []
     for comm in comms:
-        assert begun_hot(comm) == len(shapes) * len(DTYPES) * 3 * 7
+        assert begun_fast(comm) == len(shapes) * len(DTYPES) * 3 * 7
 
 
 @every_kind
@@ -103,7 +103,7 @@ def test_tensors_of_bfloat16_and_parameters_are_seen_like_others(world: MakeWorl
         return notes
 
     assert found(comms, program) == []
-    assert all(begun_hot(comm) == 5 * 4 for comm in comms)
+    assert all(begun_fast(comm) == 5 * 4 for comm in comms)
 
 
 def test_parts_of_tensors_that_lie_in_a_row_are_seen_where_they_lie(world: MakeWorld) -> None:
@@ -140,10 +140,10 @@ def test_a_mean_of_tensors(world: MakeWorld) -> None:
         return notes
 
     assert found(comms, program) == []
-    assert all(begun_hot(comm) == 4 for comm in comms)
+    assert all(begun_fast(comm) == 4 for comm in comms)
 
 
-def test_tensors_that_are_not_plain_take_the_slow_way_and_end_as_ever(world: MakeWorld) -> None:
+def test_tensors_that_are_not_plain_take_the_slow_path(world: MakeWorld) -> None:
     comms = world(2)
 
     class Own(torch.Tensor):
@@ -234,7 +234,7 @@ def test_numbers_come_back_as_numbers(world: MakeWorld, kind: str) -> None:
         return notes
 
     assert found(comms, program) == []
-    assert all(begun_hot(comm) >= 3 * 5 * 3 for comm in comms)
+    assert all(begun_fast(comm) >= 3 * 5 * 3 for comm in comms)
 
 
 def test_a_number_an_array_and_a_tensor_meet(world: MakeWorld) -> None:

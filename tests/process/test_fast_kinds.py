@@ -84,7 +84,7 @@ def test_ranks_and_tags_may_be_any_integer(world: MakeWorld, kind: Callable[[int
 
 
 @pytest.mark.parametrize("wrong", [True, np.True_, 2, -1, 2**70, np.uint64(2**63), Index(2), 1.0, "1", None])
-def test_ranks_that_are_none_are_refused_before_anything_is_sent(world: MakeWorld, wrong: Any) -> None:
+def test_invalid_ranks_are_refused_before_anything_is_sent(world: MakeWorld, wrong: Any) -> None:
     comms = world(2)
 
     def program(comm: Communicator) -> Notes:
@@ -105,7 +105,7 @@ def test_ranks_that_are_none_are_refused_before_anything_is_sent(world: MakeWorl
 
 
 @pytest.mark.parametrize("wrong", [True, -1, 2**31, Index(-1), 0.5, "1"])
-def test_tags_that_are_none_are_refused(world: MakeWorld, wrong: Any) -> None:
+def test_invalid_tags_are_refused(world: MakeWorld, wrong: Any) -> None:
     comms = world(2)
 
     def program(comm: Communicator) -> Notes:
@@ -145,7 +145,7 @@ TIMES = [
 
 
 @pytest.mark.parametrize("time", TIMES)
-def test_times_may_be_any_real_number(world: MakeWorld, time: Any) -> None:
+def test_timeouts_may_be_any_real_number(world: MakeWorld, time: Any) -> None:
     comms = world(2, **NO_STALL)
 
     def program(comm: Communicator) -> Notes:
@@ -159,7 +159,7 @@ def test_times_may_be_any_real_number(world: MakeWorld, time: Any) -> None:
 
 
 @pytest.mark.parametrize("wrong", [True, -1, -0.5, np.float64(-1), float("nan"), np.float32("nan"), "1", 1j])
-def test_times_that_are_none_are_refused(world: MakeWorld, wrong: Any) -> None:
+def test_invalid_timeouts_are_refused(world: MakeWorld, wrong: Any) -> None:
     comms = world(2)
 
     def program(comm: Communicator) -> Notes:
@@ -232,7 +232,7 @@ def test_numbers_come_back_in_their_kind(world: MakeWorld, number: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [bool, np.bool_])
-def test_truths_come_back_as_truths(world: MakeWorld, kind: type) -> None:
+def test_truth_values_come_back_as_truth_values(world: MakeWorld, kind: type) -> None:
     comms = world(2, **NO_STALL)
 
     def program(comm: Communicator) -> Notes:

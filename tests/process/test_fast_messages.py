@@ -31,9 +31,9 @@ COUNTS = (0, 1, 7, 2048, 2049, 100_003)
 
 def counts_of(comm: Communicator) -> tuple[int, int]:
     """The numbers of calls that ended on the fast path, and that Python adopted."""
-    hot = comm._group.native
-    assert hot is not None
-    return hot.ended, hot.adopted
+    native_group = comm._group.native
+    assert native_group is not None
+    return native_group.ended, native_group.adopted
 
 
 def ramp(count: int, dtype: str, salt: int) -> np.ndarray[Any, Any]:
@@ -51,7 +51,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 @every_kind
-def test_what_arrives_is_what_was_sent(world: MakeWorld, kind: str) -> None:
+def test_messages_arrive_unchanged(world: MakeWorld, kind: str) -> None:
     comms = world(2, kind)
     cases = [(dtype, count) for dtype in TYPES for count in COUNTS]
 
@@ -77,7 +77,7 @@ def test_what_arrives_is_what_was_sent(world: MakeWorld, kind: str) -> None:
     assert all(counts_of(comm)[0] > len(cases) for comm in comms)
 
 
-def test_shapes_shorter_messages_and_oneself(world: MakeWorld) -> None:
+def test_shapes_shorter_messages_and_messages_to_oneself(world: MakeWorld) -> None:
     comms = world(2)
 
     def program(comm: Communicator) -> Notes:
@@ -132,7 +132,7 @@ def test_order_and_tags_are_kept_among_messages_of_both_paths(world: MakeWorld) 
     assert all(counts_of(comm)[0] > rounds / 5 for comm in comms)
 
 
-def test_any_tag_takes_them_as_they_came_and_no_collective(world: MakeWorld) -> None:
+def test_any_tag_takes_messages_in_order_of_arrival_and_no_collective(world: MakeWorld) -> None:
     comms = world(2)
 
     def program(comm: Communicator) -> Notes:
@@ -152,7 +152,7 @@ def test_any_tag_takes_them_as_they_came_and_no_collective(world: MakeWorld) -> 
     assert found(comms, program) == []
 
 
-def test_groups_and_threads_do_not_meet(world: MakeWorld) -> None:
+def test_messages_of_groups_and_threads_are_apart(world: MakeWorld) -> None:
     comms = world(4)
 
     def program(comm: Communicator) -> Notes:
@@ -176,7 +176,7 @@ def test_groups_and_threads_do_not_meet(world: MakeWorld) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        notes.expect(all(counts_of(one)[0] > 50 for one in (rows, everyone, comm)), True, "hot")
+        notes.expect(all(counts_of(one)[0] > 50 for one in (rows, everyone, comm)), True, "fast path")
         return notes
 
     assert found(comms, program) == []
@@ -213,7 +213,7 @@ def test_two_threads_of_a_rank_receive_each_its_own(world: MakeWorld) -> None:
 # -- refused ----------------------------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_refused_and_stays(world: MakeWorld) -> None:
+def test_a_message_that_does_not_fit_is_refused_and_stays_queued(world: MakeWorld) -> None:
     comms = world(2)
 
     def program(comm: Communicator) -> Notes:
@@ -240,7 +240,7 @@ def test_what_does_not_fit_is_refused_and_stays(world: MakeWorld) -> None:
     assert found(comms, program) == []
 
 
-def test_bad_arguments_are_refused_as_ever(world: MakeWorld) -> None:
+def test_bad_arguments_are_refused_on_the_fast_path(world: MakeWorld) -> None:
     comm, _ = world(2)
     x, frozen = np.zeros(4), np.zeros(4)
     frozen.flags.writeable = False

@@ -37,10 +37,10 @@ every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
 SIZES = (0, 1, 7, 1021)
 
 
-def ended_hot(comm: Communicator) -> int:
-    hot = comm._group.native
-    assert hot is not None
-    return hot.ended
+def ended_fast(comm: Communicator) -> int:
+    native_group = comm._group.native
+    assert native_group is not None
+    return native_group.ended
 
 
 # -- right results ----------------------------------------------------------------------------------------
@@ -72,12 +72,12 @@ def test_reductions_are_numpys_when_they_are_called_again(world: MakeWorld, kind
     assert found(comms, program) == []
     for comm in comms:
         # Two of three calls, except means of 16-bit floats, which are computed in another type.
-        assert ended_hot(comm) > len(PAIRS) * len(SIZES)
+        assert ended_fast(comm) > len(PAIRS) * len(SIZES)
 
 
 @every_kind
 @pytest.mark.parametrize("size", [2, 4])
-def test_what_is_moved_arrives_as_it_was(world: MakeWorld, kind: str, size: int) -> None:
+def test_moved_data_arrives_unchanged(world: MakeWorld, kind: str, size: int) -> None:
     comms = world(size, kind)
     shapes = [(), (1,), (3, 5), (2, 1, 7), (0, 4), (4099,)]
 
@@ -110,7 +110,7 @@ def test_what_is_moved_arrives_as_it_was(world: MakeWorld, kind: str, size: int)
         return notes
 
     assert found(comms, program) == []
-    assert all(ended_hot(comm) > len(shapes) * 4 * 2 * (5 + size) * 0.9 for comm in comms)
+    assert all(ended_fast(comm) > len(shapes) * 4 * 2 * (5 + size) * 0.9 for comm in comms)
 
 
 def test_the_result_has_the_same_type_as_without_the_fast_path(world: MakeWorld) -> None:
@@ -145,12 +145,12 @@ def test_many_calls_in_a_row_keep_their_order(world: MakeWorld) -> None:
         return notes
 
     assert found(comms, program) == []
-    assert all(ended_hot(comm) > 2000 for comm in comms)
+    assert all(ended_fast(comm) > 2000 for comm in comms)
 
 
 @pytest.mark.more
 @every_kind
-def test_calls_that_take_turns_keep_their_words(world: MakeWorld, kind: str) -> None:
+def test_alternating_calls_keep_their_fingerprints(world: MakeWorld, kind: str) -> None:
     """The fingerprint of each call has its own count, also when the call runs without Python."""
     comms = world(2, kind)
     orders = [np.random.default_rng(seed).permutation(20) for seed in range(30)]
@@ -166,7 +166,7 @@ def test_calls_that_take_turns_keep_their_words(world: MakeWorld, kind: str) -> 
         for order in orders:
             for count in order:
                 notes.expect(total(int(count)), 2.0 * np.arange(count) + 1, f"of {count}")
-        notes.expect(ended_hot(comm) > 20 * 20, True, "hot")
+        notes.expect(ended_fast(comm) > 20 * 20, True, "fast path")
         error = outcome(lambda: total(13 if comm.rank else 11))
         assert isinstance(error, CollectiveMismatch)
         notes.expect("float64[11]" in error.report and "float64[13]" in error.report, True, error.report)
@@ -211,10 +211,10 @@ def test_algorithms_named_in_one_line_are_distinguished(world: MakeWorld) -> Non
     # Several attempts: on a busy machine some calls may stall until Python adopts them.
     for _ in range(10):
         assert found(comms, program) == []
-        if all(ended_hot(comm) >= 2 * 3 * len(names) for comm in comms):
+        if all(ended_fast(comm) >= 2 * 3 * len(names) for comm in comms):
             break
     else:
-        raise AssertionError([ended_hot(comm) for comm in comms])
+        raise AssertionError([ended_fast(comm) for comm in comms])
 
     def differing(comm: Communicator) -> None:
         comm.all_reduce(np.ones(101), algorithm=names[0] if comm.rank else names[1])
@@ -223,7 +223,7 @@ def test_algorithms_named_in_one_line_are_distinguished(world: MakeWorld) -> Non
     assert all(isinstance(error, CollectiveMismatch) for [error] in ended)
 
 
-def test_a_rank_that_takes_the_slow_way_meets_the_others(world: MakeWorld) -> None:
+def test_a_rank_on_the_slow_path_matches_the_others(world: MakeWorld) -> None:
     """One rank has numbers, subclasses, strided input, other threads, new lines; others make known calls."""
     comms = world(3)
 
@@ -256,7 +256,7 @@ def test_a_rank_that_takes_the_slow_way_meets_the_others(world: MakeWorld) -> No
         return notes
 
     assert found(comms, program) == []
-    assert all(ended_hot(comm) > 100 for comm in comms)
+    assert all(ended_fast(comm) > 100 for comm in comms)
 
 
 @pytest.mark.parametrize("slow", range(3))
@@ -300,10 +300,10 @@ def test_started_works_and_blocking_calls_take_turns(world: MakeWorld) -> None:
         return notes
 
     assert found(comms, program) == []
-    assert all(ended_hot(comm) > 50 for comm in comms)
+    assert all(ended_fast(comm) > 50 for comm in comms)
 
 
-def test_threads_and_communicators_do_not_meet(world: MakeWorld) -> None:
+def test_calls_of_threads_and_communicators_are_apart(world: MakeWorld) -> None:
     comms = world(4)
 
     def program(comm: Communicator) -> Notes:
@@ -325,7 +325,7 @@ def test_threads_and_communicators_do_not_meet(world: MakeWorld) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        notes.expect(all(ended_hot(child) for child in children if child), True, "hot")
+        notes.expect(all(ended_fast(child) for child in children if child), True, "fast path")
         return notes
 
     assert found(comms, program) == []
@@ -334,7 +334,7 @@ def test_threads_and_communicators_do_not_meet(world: MakeWorld) -> None:
 # -- bad arguments ----------------------------------------------------------------------------------------
 
 
-def test_what_is_refused_is_refused_after_good_calls_too(world: MakeWorld) -> None:
+def test_bad_arguments_are_refused_after_good_calls_too(world: MakeWorld) -> None:
     comms = world(2)
 
     def program(comm: Communicator) -> Notes:
@@ -391,9 +391,9 @@ def test_a_mismatch_is_seen_by_all_and_shows_both_lines(world: MakeWorld) -> Non
         for call in calls:
             for _ in range(4):
                 call()
-        before = ended_hot(comm)
+        before = ended_fast(comm)
         error = outcome(calls[comm.rank])
-        assert ended_hot(comm) == before
+        assert ended_fast(comm) == before
         return error, outcome(calls[0])
 
     ended = run_each(program, list(comms)).values()
@@ -490,7 +490,7 @@ def test_a_close_in_another_thread_ends_a_waiting_call(world: MakeWorld) -> None
     assert isinstance(error, ClosedError)
 
 
-def test_a_timeout_is_the_slow_ways_and_poisons(world: MakeWorld) -> None:
+def test_a_timeout_is_reported_by_python_and_poisons(world: MakeWorld) -> None:
     comms = world(2)
 
     def program(comm: Communicator) -> Any:
@@ -520,10 +520,10 @@ def test_after_a_late_rank_the_next_calls_take_the_fast_path_again(world: MakeWo
             notes.expect(comm.all_reduce(np.array([comm.rank + k])), np.array([1 + 2 * k]), f"#{k}")
         gained = []
         for _ in range(20):  # on a loaded machine other calls may stall, too
-            before = ended_hot(comm)
+            before = ended_fast(comm)
             warm(comm)
-            gained.append(ended_hot(comm) - before)
-        notes.expect(max(gained), 10, "hot again")
+            gained.append(ended_fast(comm) - before)
+        notes.expect(max(gained), 10, "fast path again")
         return notes
 
     assert found(comms, program) == []
@@ -557,9 +557,9 @@ def _interrupted(comm: Communicator) -> list[Any]:
     if comm.rank == 1:
         return [str(outcome(lambda: step(comm))) if comm.recv_bytes(0, 9) else None]
     call_log, sequence, main = comm._group.call_log, comm._group.call_log.next, threading.get_ident()
-    hot = comm._group.native
-    assert hot is not None
-    before = hot.adopted  # on a busy machine the calls above may have stalled, too
+    native_group = comm._group.native
+    assert native_group is not None
+    before = native_group.adopted  # on a busy machine the calls above may have stalled, too
 
     def strike() -> None:
         while call_log.next == sequence:
@@ -577,7 +577,7 @@ def _interrupted(comm: Communicator) -> list[Any]:
         took = seconds()
     striker.join()
     comm.send(b"1", 1, 9)
-    return [ended, took < 2 * 0.2 + 0.2, hot.adopted - before]
+    return [ended, took < 2 * 0.2 + 0.2, native_group.adopted - before]
 
 
 def test_ctrl_c_ends_a_waiting_call_and_the_others_learn_of_it() -> None:
@@ -586,7 +586,7 @@ def test_ctrl_c_ends_a_waiting_call_and_the_others_learn_of_it() -> None:
     assert "cancelled all_reduce" in there[0]
 
 
-def _hot(comm: Communicator) -> list[int]:
+def _repeated(comm: Communicator) -> list[int]:
     group = comm._group
     for k in range(300):
         x = np.array([k, comm.rank], np.int32)
@@ -600,7 +600,7 @@ def _hot(comm: Communicator) -> list[int]:
 def test_processes_take_the_fast_path(shm: str) -> None:
     """Python makes one decision for each class of calls."""
     for decided, begun, numbers in uni.spawn(
-        _hot, 4, env={"UNISONO_SHM": shm, "UNISONO_STALL_QUERY_S": "60"}
+        _repeated, 4, env={"UNISONO_SHM": shm, "UNISONO_STALL_QUERY_S": "60"}
     ):
         assert decided == 1
         assert begun == numbers == 300

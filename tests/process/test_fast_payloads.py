@@ -53,7 +53,7 @@ def ended(comm: Communicator) -> int:
 def wait_until(is_so: Callable[[], object]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not is_so():
-        assert time.monotonic() < deadline, "it never happened"
+        assert time.monotonic() < deadline, "the condition did not become true"
         time.sleep(0.001)
 
 
@@ -114,9 +114,7 @@ def same(one: Any, other: Any) -> bool:
 
 @every_kind
 @pytest.mark.parametrize("is_started", [False, True])
-def test_bytes_of_any_length_arrive_and_python_has_no_part_in_it(
-    world: MakeWorld, kind: str, is_started: bool
-) -> None:
+def test_bytes_of_any_length_arrive_on_the_fast_path(world: MakeWorld, kind: str, is_started: bool) -> None:
     comms = world(2, kind, **NO_STALL)
 
     def program(comm: Communicator) -> Notes:
@@ -149,7 +147,7 @@ def test_bytes_of_any_length_arrive_and_python_has_no_part_in_it(
 
 @every_kind
 @pytest.mark.parametrize("is_started", [False, True])
-def test_objects_arrive_and_python_has_no_part_in_it(world: MakeWorld, kind: str, is_started: bool) -> None:
+def test_objects_arrive_on_the_fast_path(world: MakeWorld, kind: str, is_started: bool) -> None:
     comms = world(2, kind, **NO_STALL)
 
     def program(comm: Communicator) -> Notes:
@@ -173,7 +171,7 @@ def test_objects_arrive_and_python_has_no_part_in_it(world: MakeWorld, kind: str
     assert [adopted(comm) for comm in comms] == [0, 0]
 
 
-def test_what_was_sent_may_change_at_once_and_what_came_belongs_to_the_receiver(world: MakeWorld) -> None:
+def test_a_sent_object_may_change_at_once_and_a_received_one_is_the_receivers(world: MakeWorld) -> None:
     comms = world(2, **NO_STALL)
 
     def program(comm: Communicator) -> Notes:
@@ -211,7 +209,7 @@ def test_a_rank_sends_objects_and_bytes_to_itself(world: MakeWorld) -> None:
     assert adopted(comm) == 0
 
 
-def test_groups_translate_ranks_and_do_not_meet(world: MakeWorld) -> None:
+def test_groups_translate_ranks_and_are_apart(world: MakeWorld) -> None:
     comms = world(4)
 
     def program(comm: Communicator) -> Notes:
@@ -258,7 +256,7 @@ def test_one_rank_in_python_and_the_other_in_the_engine(world: MakeWorld, rank_o
 # -- refused ----------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_sent_is_refused_and_nothing_is_sent(world: MakeWorld) -> None:
+def test_values_that_cannot_be_sent_are_refused_and_nothing_is_sent(world: MakeWorld) -> None:
     comm, other = world(2, **NO_STALL, recv_bytes_max=10_000)
     bad: list[Callable[[], Any]] = [
         lambda: comm.send_object({"a": [1, Stranger()]}, 1),
@@ -411,7 +409,7 @@ def test_a_probe_waits_for_a_message_and_leaves_it(world: MakeWorld, kind: str) 
     assert [adopted(comm) for comm in comms] == [0, 0]
 
 
-def test_asking_again_and_again_sees_the_message_and_leaves_nothing_behind(world: MakeWorld) -> None:
+def test_repeated_polls_see_the_message_and_leave_no_probe(world: MakeWorld) -> None:
     comms = world(2, **NO_STALL)
     looks: list[None] = []
 
@@ -489,9 +487,7 @@ def test_a_long_wait_goes_on_in_python_and_gets_the_message(
 
 
 @every_kind
-def test_a_call_that_python_adopts_in_the_midst_of_its_message_gets_all_of_it(
-    world: MakeWorld, kind: str
-) -> None:
+def test_a_call_that_is_adopted_during_its_message_gets_all_of_it(world: MakeWorld, kind: str) -> None:
     # Python adopts calls that have not ended after 1 ms; these take several ms.
     comms = world(2, kind, stall_query_s=0.001, stall_log_s=0.001, deadlock_after_s=0)
     count = 30_000_001
@@ -527,7 +523,7 @@ def test_a_cancelled_receive_takes_no_message(world: MakeWorld, verb: str) -> No
     assert comm.recv_object(1, 1) == [1, 2]
 
 
-def test_a_rank_that_leaves_ends_what_waits_for_it(world: MakeWorld) -> None:
+def test_a_rank_that_leaves_ends_the_receives_that_wait_for_it(world: MakeWorld) -> None:
     comms = world(2)
 
     def program(comm: Communicator) -> Any:
@@ -594,7 +590,7 @@ def _die_while_sending(comm: Communicator, folder: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
-def test_a_rank_that_is_killed_in_the_midst_of_a_message_is_named(tmp_path: Path, kind: str) -> None:
+def test_a_rank_that_is_killed_during_a_message_is_named(tmp_path: Path, kind: str) -> None:
     config = uni.Config(shm=kind == "shm")
     with pytest.raises(uni.UnisonoError, match="rank 1"):
         uni.spawn(_die_while_sending, 2, str(tmp_path), config=config)

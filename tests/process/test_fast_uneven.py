@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.support.engines import NO_STALL, MakeWorld, found, outcome, world
 from tests.support.metronome import stopwatch
-from tests.support.oracle import PAIRS, Array, Notes, dressed, located, operand, result, undressed
+from tests.support.oracle import PAIRS, Array, Notes, as_numpy, in_family, located, operand, result
 from tests.support.ranks import run_each
 
 from unisono.comm.communicator import Communicator
@@ -112,13 +112,13 @@ def test_counts_may_be_given_in_every_form(world: MakeWorld, size: int) -> None:
         for form, is_native in forms:
             before = ended(comm)
             notes.expect(comm.reduce_scatter_v(x, form), want, repr(form))
-            notes.check(ended(comm) - before == is_native, "who has run", repr(form))
+            notes.check(ended(comm) - before == is_native, "which path has run", repr(form))
         return notes
 
     assert found(comms, program) == []
 
 
-def test_what_does_not_cut_axis_0_is_refused_in_the_words_of_the_reference(world: MakeWorld) -> None:
+def test_counts_that_do_not_cut_axis_0_are_refused_as_on_the_reference_path(world: MakeWorld) -> None:
     comms = world(2)
     x = np.ones((3, 2))
     bad: list[Any] = [
@@ -172,7 +172,7 @@ def test_pairs_are_never_separated(world: MakeWorld) -> None:
 
 @every_kind
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_that_take_the_reference_path_meet_the_engine(world: MakeWorld, kind: str, size: int) -> None:
+def test_ranks_on_the_reference_path_match_the_engine(world: MakeWorld, kind: str, size: int) -> None:
     """Both paths choose the same plan, tags and fingerprint, for all classes of counts and with a mean."""
     comms = world(size, kind)
     cases = [
@@ -236,9 +236,9 @@ def test_lists_of_several_types_and_kinds_give_the_same(world: MakeWorld) -> Non
             mine = [operand("float32", "sum", (3, n), rank, 2, k, n).copy() for n in (5, 0, 70, 30_011)]
             want = [result("float32", "sum", (3, n), 2, k, n) for n in (5, 0, 70, 30_011)]
             kinds = ("torch", "numpy", "typed", "torch")
-            xs = [dressed(kind, x) for kind, x in zip(kinds, mine, strict=True)]
+            xs = [in_family(kind, x) for kind, x in zip(kinds, mine, strict=True)]
             notes.check(comm.all_reduce_many(xs) is xs, "the list")
-            notes.expect([undressed(x) for x in xs], want, "of several kinds", k)
+            notes.expect([as_numpy(x) for x in xs], want, "of several kinds", k)
             whole, real = np.arange(4) + rank, np.arange(3.0) * rank
             comm.all_reduce_many((whole, real, whole))
             notes.expect([whole, real], [2 * np.arange(4) + 1, np.arange(3.0)], "of several types", k)
@@ -365,7 +365,7 @@ def test_a_deadline_ends_a_call_that_the_others_do_not_make(world: MakeWorld, is
     assert [error.waiting_on for error in errors] == [(1,)] * 2
 
 
-def test_a_call_that_stalls_is_carried_on_by_python(world: MakeWorld) -> None:
+def test_a_call_that_stalls_is_adopted_by_python(world: MakeWorld) -> None:
     comms = world(2, stall_query_s=0.02)
 
     def program(comm: Communicator) -> Notes:

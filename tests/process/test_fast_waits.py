@@ -37,7 +37,7 @@ def counts(comm: Communicator) -> tuple[int, int]:
 def wait_until(is_so: Callable[[], object]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not is_so():
-        assert time.monotonic() < deadline, "it never happened"
+        assert time.monotonic() < deadline, "the condition did not become true"
         time.sleep(0.001)
 
 
@@ -79,7 +79,7 @@ def test_a_blocking_receive_waits_in_the_engine_until_it_may_be_a_deadlock(world
     assert run_each(program, list(comms)).values() == [0, 0]
 
 
-def test_the_deadline_of_a_message_ends_it_although_nobody_waits(world: MakeWorld) -> None:
+def test_the_deadline_of_a_message_ends_it_although_no_thread_waits(world: MakeWorld) -> None:
     comms = world(2, **STALLS)
     work = comms[0].start.recv(np.empty(1), 1, timeout=0.05)
     wait_until(lambda: work._has_ended())
@@ -176,7 +176,7 @@ def test_as_completed_of_many_keeps_its_deadline_and_no_work(world: MakeWorld) -
     assert len(list(uni.as_completed(works))) == 250
 
 
-def test_as_completed_that_is_given_up_observes_nothing_more(world: MakeWorld) -> None:
+def test_an_abandoned_as_completed_removes_its_observers(world: MakeWorld) -> None:
     comms = world(2, **NO_STALL)
     works = [comms[0].start.recv(np.empty(1), 1, i) for i in range(300)]
     comms[1].send(np.ones(1), 0, 7)
@@ -193,12 +193,12 @@ def test_as_completed_that_is_given_up_observes_nothing_more(world: MakeWorld) -
 # -- members that have left ---------------------------------------------------------------------
 
 
-def leave(comms: list[Communicator], who: int) -> None:
+def leave(comms: list[Communicator], rank: int) -> None:
     """Close one rank, and wait until all others have its goodbye."""
-    comms[who].close()
+    comms[rank].close()
     for comm in comms:
-        if comm is not comms[who] and not comm._group.is_closed:
-            wait_until(lambda comm=comm: who in comm._group.state.left)
+        if comm is not comms[rank] and not comm._group.is_closed:
+            wait_until(lambda comm=comm: rank in comm._group.state.left)
 
 
 def test_messages_between_others_stay_in_the_engine_when_a_member_has_left(world: MakeWorld) -> None:
@@ -244,7 +244,7 @@ def test_messages_between_others_stay_in_the_engine_when_a_member_has_left(world
         assert error.ranks == (3,)
 
 
-def test_a_rank_that_leaves_ends_only_what_waits_for_it(world: MakeWorld) -> None:
+def test_a_rank_that_leaves_ends_only_the_receives_that_wait_for_it(world: MakeWorld) -> None:
     comms = world(3, **NO_STALL)
     first, second, third = (np.empty(1) for _ in range(3))
     of_one, of_two = comms[0].start.recv(first, 1, 1), comms[0].start.recv(second, 2, 2)

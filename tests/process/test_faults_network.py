@@ -120,7 +120,7 @@ class Ends(list[PeerDown]):
     def wait(self) -> PeerDown:
         deadline = time.monotonic() + PATIENCE_S
         while not self:
-            assert time.monotonic() < deadline, "nothing is heard"
+            assert time.monotonic() < deadline, "no rank is reported down"
             time.sleep(0.01)
         return self[0]
 
@@ -163,14 +163,14 @@ def is_quiet(backend: NativeBackend, ends: Ends, seconds: float) -> bool:
     return not ends
 
 
-def test_a_starved_rank_behind_a_socket_is_not_dead(
+def test_a_starved_rank_behind_a_socket_is_not_declared_dead(
     rank_zero: Callable[..., NativeBackend], busy: int
 ) -> None:
     backend = rank_zero()
     card, ends = backend.card(), Ends(backend)
     backend.connect([card, card._replace(port=1, pid=busy)])
     with Member(card, SECRET, 1, 0, 2):
-        assert is_quiet(backend, ends, 1.5), "five times as long as silence may last"
+        assert is_quiet(backend, ends, 1.5), "five times the limit for silence"
         os.kill(busy, signal.SIGSTOP)
         assert re.fullmatch(r"silent for \d\.\d s", ends.wait().cause)
 
@@ -190,7 +190,7 @@ def test_a_starved_rank_has_time_for_a_handshake(rank_zero: Callable[..., Native
         assert re.search(rf"at 127\.0\.0\.1 port {port}: no answer to a handshake in \d", str(error))
 
 
-def test_a_rank_calls_few_others_at_a_time(rank_zero: Callable[..., NativeBackend]) -> None:
+def test_a_rank_opens_few_connections_at_a_time(rank_zero: Callable[..., NativeBackend]) -> None:
     size = 2 * CALLS_MAX + 1
     backend = rank_zero(size, silence_s=20.0)
     with contextlib.ExitStack() as stack, socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
@@ -211,7 +211,7 @@ def test_a_rank_calls_few_others_at_a_time(rank_zero: Callable[..., NativeBacken
             assert "secret" in str(ended(backend, request).error)
 
 
-def test_ranks_that_answer_nothing_do_not_hold_up_calls_to_others(
+def test_ranks_that_never_reply_do_not_delay_connections_to_others(
     rank_zero: Callable[..., NativeBackend],
 ) -> None:
     size = CALLS_MAX + 2
@@ -228,7 +228,7 @@ def test_ranks_that_answer_nothing_do_not_hold_up_calls_to_others(
         for rank in range(1, size):
             backend.start_send(rank, CONTEXT, 0, memoryview(b"x"))
         with lives.accept()[0]:
-            assert ends == [], "the others were not declared dead"
+            assert ends == [], "the other ranks were not declared dead"
 
 
 @pytest.mark.more
@@ -274,7 +274,7 @@ def test_a_cut_that_heals_is_survived(hosts: Hosts, sides: tuple[int, ...], kind
             calls += 1
         return calls
 
-    with forked(in_world(program), 2, kind=kind, links=enter) as ranks, hosts.scissors() as cut:
+    with forked(in_world(program), 2, kind=kind, links=enter) as ranks, hosts.link_cutter() as cut:
         all_ready(ranks)
         for side in sides:
             cut(side, True)
@@ -297,7 +297,7 @@ def test_a_rank_learns_why_a_peer_declared_it_dead(rank_zero: Callable[..., Nati
         assert (fate, rank) == (GIVEN_UP, 1)
         assert exactly(member.lanes[CONTROL], length).startswith(b"silent for 0.")
         for lane in (CONTROL, BULK):
-            assert exactly(member.lanes[lane], 1) == b"", "and then the connection ends"
+            assert exactly(member.lanes[lane], 1) == b"", "then the connection is closed"
 
 
 @pytest.mark.parametrize("is_left_open", [False, True])
@@ -374,7 +374,7 @@ def test_only_proven_datagrams_are_answered(rank_zero: Callable[..., NativeBacke
         ]:
             ear.sendto(said, (card.address, card.port))
         ear.sendto(proven(PING, 1, 0, 8), (card.address, card.port))
-        assert ear.recv(100) == proven(ALIVE, 0, 1, 8), "the first answer is to the only question"
+        assert ear.recv(100) == proven(ALIVE, 0, 1, 8), "the first reply is to the only query"
 
 
 def test_a_rank_that_did_not_get_the_query_cannot_answer_it(rank_zero: Callable[..., NativeBackend]) -> None:
@@ -415,7 +415,7 @@ def black_hole() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-def test_a_rank_behind_a_firewall_is_out_of_reach_and_the_error_says_where(
+def test_a_rank_behind_a_firewall_is_unreachable_and_the_error_names_the_address(
     rank_zero: Callable[..., NativeBackend],
 ) -> None:
     with black_hole() as port:
@@ -432,7 +432,7 @@ def test_a_rank_behind_a_firewall_is_out_of_reach_and_the_error_says_where(
 
 @pytest.mark.parametrize("kind", ["plain", pytest.param("tls", marks=pytest.mark.more)])  # 5 s
 @pytest.mark.parametrize("is_reset", [False, True])
-def test_a_port_that_accepts_and_hangs_up_is_out_of_reach_in_time(
+def test_a_port_that_accepts_and_closes_is_unreachable_in_time(
     rank_zero: Callable[..., NativeBackend], kind: str, is_reset: bool
 ) -> None:
     """As a proxy or an acceptor that refuses every hello: every connection is accepted and then closed."""
@@ -514,7 +514,7 @@ def test_hosts_that_do_not_reach_each_other_name_address_and_port(hosts: Hosts) 
             comm.barrier()
         return str(caught.value)
 
-    with hosts.scissors() as cut:
+    with hosts.link_cutter() as cut:
         for side in (0, 1):
             cut(side, True)
         with forked(in_world(program), 2, links=enter, config=Config(silence_s=1.0)) as ranks:
@@ -523,7 +523,7 @@ def test_hosts_that_do_not_reach_each_other_name_address_and_port(hosts: Hosts) 
                 assert re.search(where, ranks.result(rank))
 
 
-def test_a_rank_that_can_call_but_not_be_called_is_reached_by_its_own_call(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_be_reached_opens_the_link_itself(tmp_path: Path) -> None:
     """Rank 0's connection fails; the other rank's counts, although that rank is higher."""
     tmp_path.chmod(0o700)
     with black_hole() as port, contextlib.ExitStack() as stack:

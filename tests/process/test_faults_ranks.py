@@ -35,7 +35,7 @@ from unisono.errors import BackendUnavailable, DeadlineExceeded, PeerAborted, Pe
 
 pytestmark = pytest.mark.more
 
-HEARD_WITHIN_S = 1.0
+REPORTED_WITHIN_S = 1.0
 SILENT_WITHIN_S = 6.0
 CTRL_C_WITHIN_S = 0.4
 SYS_PIDFD_OPEN, SYS_PIDFD_GETFD = 434, 438
@@ -79,14 +79,14 @@ def until_lost(comm: Communicator, pipe: Connection) -> tuple[str, tuple[int, ..
 
 def all_ready(ranks: Ranks) -> None:
     for rank in range(len(ranks.pids)):
-        assert ranks.hear(rank) == "ready"
+        assert ranks.receive(rank) == "ready"
 
 
 # -- F4: stopped ------------------------------------------------------------------------------------------
 
 
 @each_backend
-def test_a_rank_that_is_stopped_for_a_second_is_not_dead(kind: str) -> None:
+def test_a_rank_that_is_stopped_for_a_second_is_not_declared_dead(kind: str) -> None:
     def program(comm: Communicator, pipe: Connection) -> int:
         comm.barrier()
         pipe.send("ready")
@@ -121,11 +121,11 @@ def test_a_rank_that_stays_stopped_is_lost_and_learns_of_it_when_it_continues(ki
 # -- F5, F6: the network ----------------------------------------------------------------------------------
 
 
-Cable = tuple[Callable[[int], dict[str, Any]], Callable[[], None], Callable[[], None]]
+Network = tuple[Callable[[int], dict[str, Any]], Callable[[], None], Callable[[], None]]
 
 
 @pytest.fixture
-def cable() -> Iterator[Cable]:
+def network() -> Iterator[Network]:
     """Two hosts as network namespaces; functions to enter one, and to cut the network one way or both."""
     names = [f"unisono-f{side}-{os.getpid()}" for side in "ab"]
     ends = [f"uf{side}{os.getpid()}"[:15] for side in "ab"]
@@ -159,9 +159,9 @@ def cable() -> Iterator[Cable]:
 @pytest.mark.more
 @pytest.mark.parametrize("kind", ["tcp", "quic"])
 @pytest.mark.parametrize("what", ["cable cut", "power off", "cut one way"])
-def test_a_host_without_a_cable_is_lost(cable: Cable, what: str, kind: str) -> None:
+def test_a_host_without_a_network_is_lost(network: Network, what: str, kind: str) -> None:
     """No packet reports the cut; both sides notice only the silence."""
-    enter, cut, cut_one_way = cable
+    enter, cut, cut_one_way = network
     with forked(in_world(until_lost), 2, kind=kind, links=enter) as ranks:
         all_ready(ranks)
         cut_at = time.monotonic()
@@ -178,7 +178,7 @@ def test_a_host_without_a_cable_is_lost(cable: Cable, what: str, kind: str) -> N
 
 
 @each_backend
-def test_a_slow_rank_is_not_dead_and_a_deadline_names_it(kind: str) -> None:
+def test_a_slow_rank_is_not_declared_dead_and_a_deadline_names_it(kind: str) -> None:
     def program(comm: Communicator, pipe: Connection) -> Any:
         late = comm.split(0)
         assert late is not None
@@ -255,7 +255,7 @@ def test_a_reset_connection_ends_the_link_at_once(
         for rank in (0, 1):
             name, lost, at, stolen_s = ranks.result(rank)
             assert (name, lost) == ("PeerLost", (1 - rank,))
-            assert at - reset_at - stolen_s < HEARD_WITHIN_S
+            assert at - reset_at - stolen_s < REPORTED_WITHIN_S
 
 
 # -- F16, F17: exceptions and exits -----------------------------------------------------------------------
@@ -263,7 +263,7 @@ def test_a_reset_connection_ends_the_link_at_once(
 
 @each_backend
 def test_an_exception_on_one_rank_reaches_the_others(kind: str) -> None:
-    class Mishap(Exception):
+    class ProgramError(Exception):
         pass
 
     def program(comm: Communicator, pipe: Connection) -> Any:
@@ -273,18 +273,18 @@ def test_an_exception_on_one_rank_reaches_the_others(kind: str) -> None:
         pipe.send("ready")
         comm.all_reduce(np.ones(2000, np.float32), "max")
         pipe.send(time.monotonic())
-        raise Mishap("spilled coffee")
+        raise ProgramError("spilled coffee")
 
     with forked(in_world(program), 3, kind=kind) as ranks:
         all_ready(ranks)
-        raised_at = ranks.hear(1)
+        raised_at = ranks.receive(1)
         for rank in (0, 2):
             name, culprit, at, stolen_s = ranks.result(rank)
             assert (name, culprit) == ("PeerAborted", (1,))
-            assert at - raised_at - stolen_s < HEARD_WITHIN_S
+            assert at - raised_at - stolen_s < REPORTED_WITHIN_S
         failed = ranks.result(1)
         assert isinstance(failed, Failed)
-        assert failed.type_name == "Mishap"
+        assert failed.type_name == "ProgramError"
 
 
 ENDINGS = {
@@ -334,9 +334,9 @@ def test_a_process_ends_although_works_are_pending(ending: str) -> None:
         try:
             assert ranks[1].stdout is not None
             assert ranks[1].stdout.readline() == "pending\n"
-            told_at = time.monotonic()
+            exited_at = time.monotonic()
             _, errors = ranks[1].communicate(timeout=PATIENCE_S)
-            assert time.monotonic() - told_at < 4 + 4, "two seconds, twice, and a starved machine"
+            assert time.monotonic() - exited_at < 4 + 4, "two seconds, twice, and a starved machine"
             assert ranks[1].returncode in (0, -15, -2, 130), errors
             assert "Fatal" not in errors
             said, _ = ranks[0].communicate(timeout=PATIENCE_S)
@@ -586,7 +586,7 @@ def test_ctrl_c_ends_every_blocking_call(kind: str) -> None:
     with forked(in_world(program), 2, kind=kind) as ranks:
         all_ready(ranks)
         for name in CALLS:
-            assert ranks.hear(0) == name
+            assert ranks.receive(0) == name
             time.sleep(0.02)  # a signal before the wait has begun would prove less
             ranks.signal(0, signal.SIGINT)
             ranks.pipes[0].send(time.monotonic())

@@ -56,7 +56,7 @@ def mismatched(world: uni.Communicator) -> str:
             world.all_reduce(np.ones(3))
     except uni.CollectiveMismatch as error:
         return error.report
-    return "nobody noticed"
+    return "no mismatch"
 
 
 def one_dies(world: uni.Communicator, victim: int) -> tuple[tuple[int, ...], float]:
@@ -124,7 +124,7 @@ def test_links_on_one_host_are_encrypted_if_asked(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == [f"[{r}] sum 3006 on {r} of 2" for r in range(2)]
 
 
-def test_a_rank_that_wants_encryption_does_not_go_without(tmp_path: Path) -> None:
+def test_a_rank_that_requires_encryption_is_refused_without_it(tmp_path: Path) -> None:
     """The launcher does not encrypt: its ticket is a plain one."""
     program = "import os\nos.environ['UNISONO_TLS'] = '1'\n" + PROGRAM
     done = run(tmp_path, program, "-m", "unisono", "run", "-n", "2", env={})
@@ -204,7 +204,7 @@ def test_bare_variables_join_by_a_file(tmp_path: Path, env: dict[str, str]) -> N
     ]
 
 
-def test_alone_it_is_a_world_of_one() -> None:
+def test_a_process_alone_is_a_world_of_one() -> None:
     with uni.init() as world:
         assert (world.rank, world.size) == (0, 1)
         assert world.all_reduce(5) == 5

@@ -71,7 +71,7 @@ def test_under_torchrun_on_one_host(program: str, tmp_path: Path) -> None:
     assert "2 ranks [0, 1], True" in ended(start(command, tmp_path))
 
 
-def test_under_torchrun_on_several_hosts_ranks_meet_by_its_store(program: str, tmp_path: Path) -> None:
+def test_under_torchrun_on_several_hosts_ranks_join_by_its_store(program: str, tmp_path: Path) -> None:
     """Two agents of torchrun with one rank each, so that the ranks take themselves to be on two hosts."""
     address = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
     port = free_port()
@@ -147,8 +147,8 @@ def test_a_store_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_torchrun_on_several_hosts_is_decided_for_the_store(rank: int) -> None:
     started = Launch("torchrun", rank, 2, job="torchrun/a/0", master="node0", store="node0:29500")
-    place = decide(started, Network())
-    assert str(place.source) == "torchrun's store at node0:29500"
-    assert place.seed_address == ("node0" if rank == 0 else None)
+    info = decide(started, Network())
+    assert str(info.source) == "torchrun's store at node0:29500"
+    assert info.seed_address == ("node0" if rank == 0 else None)
     named = decide(started, Network(join="/f"))
     assert str(named.source) == "ticket file /f"

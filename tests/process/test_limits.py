@@ -123,7 +123,7 @@ def test_an_object_beyond_the_limit_is_refused_before_anything_is_sent(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_that_announces_a_huge_object_takes_nobodys_memory(
+def test_an_announcement_of_a_huge_object_takes_no_memory(
     make: Callable[..., list[Communicator]], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = Announcement.encoded
@@ -213,7 +213,7 @@ def test_a_control_message_that_cannot_be_received_is_tried_again_after_a_pause(
 
 @pytest.mark.parametrize("way", ["closed", "forgotten", "split"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_closed_and_dropped_groups_take_no_credit_with_them(
+def test_closed_and_dropped_groups_return_their_credit(
     make: Callable[..., list[Communicator]], kind: str, way: str
 ) -> None:
     """Unreceived messages beyond the credit: eleven groups with six messages of 4 KiB each."""
@@ -448,7 +448,7 @@ def test_a_peer_of_a_framed_backend_breaks_the_protocol_before_it_takes_memory(
 
     with pytest.raises(ProtocolError):
         speak()
-    assert backend._transport.sent == 0, "nothing is answered without end"
+    assert backend._transport.sent == 0, "the number of replies is bounded"
     backend.broken(1, ProtocolError("as a wire says"))
     backend.close()
 
@@ -484,14 +484,14 @@ def test_a_framed_backend_queues_rts_that_its_peer_may_not_hold(monkeypatch: pyt
     sends = [backend.start_send(1, 9, 5, data) for _ in range(5)]
     short = backend.start_send(1, 9, 5, memoryview(b"short"))
     assert backend._transport.sent == 3
-    assert not short.done, "it would overtake"
+    assert not short.done, "it would overtake the RTS that wait"
     assert sends[4].cancel()
-    assert backend._transport.sent == 3, "it was never offered"
+    assert backend._transport.sent == 3, "no RTS was sent for it"
     for number in (1, 2):
         backend.arrive(1, frame(Kind.CTS, rendezvous_id=number))
         backend.arrive(1, frame(Kind.FIN, rendezvous_id=number))
     assert [request.done for request in sends] == [True, True, False, False, True]
-    assert backend._transport.sent == 3 + 2 + 2, "two pieces, and the two that waited"
+    assert backend._transport.sent == 3 + 2 + 2, "two pieces, and the two RTS that waited"
     for number in (3, 4, 6):
         backend.arrive(1, frame(Kind.CTS, rendezvous_id=number))
         backend.arrive(1, frame(Kind.FIN, rendezvous_id=number))
@@ -534,7 +534,9 @@ def test_a_control_message_of_3_gib_ends_its_sender_and_takes_no_memory(kind: st
 
 @pytest.mark.parametrize("tag", [Tags.CONTROL, Tags.CONTROL | 5, Tags.RPC, 7])
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
-def test_what_is_too_long_is_refused_before_it_is_sent(world: MakeWorld, kind: str, tag: int) -> None:
+def test_a_message_that_is_too_long_is_refused_before_it_is_sent(
+    world: MakeWorld, kind: str, tag: int
+) -> None:
     limit = CONTROL_BYTES_MAX if tag != 7 else 3 * CONTROL_BYTES_MAX
     comms = world(2, kind, message_bytes_max=3 * CONTROL_BYTES_MAX)
     sender, receiver = (comm.backend for comm in comms)

@@ -35,7 +35,7 @@ def pair(tmp_path: Path) -> Iterator[list[NativeBackend]]:
 def wait_until(is_so: Callable[[], object]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not is_so():
-        assert time.monotonic() < deadline, "it never happened"
+        assert time.monotonic() < deadline, "the condition did not become true"
         time.sleep(0.001)
 
 
@@ -44,32 +44,32 @@ def message(k: int, nbytes: int = 9) -> memoryview:
 
 
 def test_messages_from_before_and_after_the_call_are_delivered_in_order(pair: list[NativeBackend]) -> None:
-    heard: list[tuple[int, bytes]] = []
+    delivered: list[tuple[int, bytes]] = []
     for k in range(100):
         pair[1].post(0, CONTEXT, Tags.CONTROL, message(k), Lane.CONTROL)
-    assert pair[0].listen(CONTEXT, Tags.CONTROL, lambda *one: heard.append(one), lambda error: None)
+    assert pair[0].listen(CONTEXT, Tags.CONTROL, lambda *one: delivered.append(one), lambda error: None)
     for k in range(100, 300):
         # Short messages, and some beyond the eager limit.
         pair[1].post(0, CONTEXT, Tags.CONTROL, message(k, 9 if k % 50 else 40_000), Lane.CONTROL)
-    wait_until(lambda: len(heard) == 300)
-    assert heard == [(1, bytes(message(k, 9 if k < 100 or k % 50 else 40_000))) for k in range(300)]
+    wait_until(lambda: len(delivered) == 300)
+    assert delivered == [(1, bytes(message(k, 9 if k < 100 or k % 50 else 40_000))) for k in range(300)]
 
 
 def test_a_listener_that_raises_gets_the_next_message(pair: list[NativeBackend]) -> None:
-    heard: list[int] = []
+    delivered: list[int] = []
 
     def on_message(source: int, data: bytes) -> None:
-        heard.append(int.from_bytes(data[:4], "little"))
-        if heard[-1] == 1:
-            raise ValueError("the one who hears fails")
+        delivered.append(int.from_bytes(data[:4], "little"))
+        if delivered[-1] == 1:
+            raise ValueError("the listener fails")
 
     for k in (1, 2):
         pair[0].post(0, CONTEXT, Tags.CONTROL, message(k), Lane.CONTROL)
     with pytest.raises(ValueError, match="fails"):
         pair[0].listen(CONTEXT, Tags.CONTROL, on_message, lambda error: None)
-    assert heard == [1, 2]
+    assert delivered == [1, 2]
     pair[1].post(0, CONTEXT, Tags.CONTROL, message(3), Lane.CONTROL)
-    wait_until(lambda: heard == [1, 2, 3])
+    wait_until(lambda: delivered == [1, 2, 3])
 
 
 def test_a_listener_is_notified_of_the_end_once(pair: list[NativeBackend]) -> None:
@@ -82,26 +82,26 @@ def test_a_listener_is_notified_of_the_end_once(pair: list[NativeBackend]) -> No
 
 
 def test_a_peers_end_is_reported_after_all_that_it_sent() -> None:
-    def live(backend: NativeBackend, pipe: Any) -> Any:
+    def program(backend: NativeBackend, pipe: Any) -> Any:
         if backend.rank == 1:
             for k in range(200):
                 backend.post(0, CONTEXT, Tags.CONTROL, message(k), Lane.CONTROL)
             request = backend.start_send(0, CONTEXT, 7, message(0), sync=True)
             wait_until(lambda: backend.runtime.polled() or request.done)
             os.kill(os.getpid(), signal.SIGKILL)
-        heard: list[int] = []
+        delivered: list[int] = []
         down: list[tuple[PeerDown, int]] = []
 
         def on_message(source: int, data: bytes) -> None:
             time.sleep(0.0005)  # the peer is dead before the last message is delivered
-            heard.append(int.from_bytes(data[:4], "little"))
+            delivered.append(int.from_bytes(data[:4], "little"))
 
-        backend.watch(lambda one: down.append((one, len(heard))))
+        backend.watch(lambda one: down.append((one, len(delivered))))
         backend.start_recv(1, CONTEXT, 7, memoryview(bytearray(9)))
         backend.listen(CONTEXT, Tags.CONTROL, on_message, lambda error: None)
         wait_until(lambda: backend.runtime.polled() or down)
-        return heard, [(one.rank, one.left, number) for one, number in down]
+        return delivered, [(one.rank, one.left, number) for one, number in down]
 
-    with forked(live, 2) as ranks:
+    with forked(program, 2) as ranks:
         assert ranks.result(0) == (list(range(200)), [(1, False, 200)])
         assert ranks.code(1) == -signal.SIGKILL

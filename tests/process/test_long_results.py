@@ -74,7 +74,7 @@ def alike(got: Any, wanted: Any) -> bool:
 @every_kind
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_a_result_stays_what_it_is_while_somebody_holds_it(
+def test_a_result_is_unchanged_while_it_is_referenced(
     world: MakeWorld, kind: str, size: int, length: int
 ) -> None:
     comms = world(size, kind, **NO_STALL)
@@ -124,7 +124,7 @@ def _bounded(places: int) -> Notes:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_parts_lie_anywhere_whatever_the_algorithm_sends_together(world: MakeWorld, size: int) -> None:
+def test_parts_may_lie_anywhere_in_memory(world: MakeWorld, size: int) -> None:
     comms = world(size, segment_bytes=4096, eager_bytes=1024, **NO_STALL)
     lengths = [(3000, 0, 17, 2999)[to % 4] for to in range(size)]
     scatters = ["auto", *(name for name in algorithms("scatter") if name != "hierarchical")]

@@ -379,7 +379,7 @@ def check_collision(calls: list[Call]) -> None:
             break
     for outcome in outcomes:
         check_report(outcome.error, calls)
-    assert slowest_s < LIMIT_S, "three times too slow"
+    assert slowest_s < LIMIT_S, "the reports were too late in three turns"
 
 
 def has_lines(error: BaseException | None) -> bool:
@@ -469,7 +469,7 @@ def mismatches(comm: uni.Communicator, pairs: list[tuple[str, str]]) -> list[str
                 break
         try:
             check_report(error, calls)
-            assert slowest_s < LIMIT_S, "three times too slow"
+            assert slowest_s < LIMIT_S, "the reports were too late in three turns"
         except AssertionError as failure:
             wrong.append(f"{pair}: {failure}"[:500])
     if metronome is not None:
@@ -551,7 +551,7 @@ def collide_alone(comm, call: Call) -> list[BaseException | None]:
 @pytest.mark.parametrize(
     "pair", [("none", "sum"), ("fused none", "fused"), ("broadcast from 0", "broadcast from 1")]
 )
-def test_a_rank_that_got_away_and_left_is_no_loss_but_a_mismatch(pair, size):
+def test_a_rank_that_completed_its_call_and_left_is_a_mismatch_not_a_loss(pair, size):
     """An empty reduction needs no other rank, so its caller may have left before the others call."""
     for turn in range(4):
         calls = [CALLS[pair[rank != 0]] for rank in range(size)]
@@ -745,7 +745,7 @@ def test_a_rank_that_holds_the_interpreter_is_shown_without_its_line(kind):
     def outcomes() -> list[Any]:
         both = run_processes(program, 2, kind=kind)
         assert " at " not in both[0][0].splitlines()[1], both[0][0]
-        assert " at test_mismatch.py:" in both[1][0].splitlines()[1], "it knows its own line"
+        assert " at test_mismatch.py:" in both[1][0].splitlines()[1], "a rank knows its own line"
         return both
 
     reported_in_time(outcomes, is_right)
@@ -766,7 +766,7 @@ def test_every_rank_reads_its_own_verb():
         ([1, 3], "ranks 0, 2 and ranks 1, 3 called different things: dtype: float32 against float64"),
     ],
 )
-def test_of_two_equal_sides_none_is_to_blame(seconds, names):
+def test_without_a_majority_no_rank_is_blamed(seconds, names):
     size = 2 * len(seconds)
     calls = [CALLS["double" if rank in seconds else "sum"] for rank in range(size)]
 
@@ -777,7 +777,7 @@ def test_of_two_equal_sides_none_is_to_blame(seconds, names):
     reported_in_time(lambda: collide(uni.local(size), calls), is_right)
 
 
-def test_two_ranks_that_differ_each_in_its_own_way_are_both_named():
+def test_two_ranks_that_differ_in_different_ways_are_both_named():
     calls = [CALLS[name] for name in ("sum", "six", "sum", "max", "sum")]
 
     def is_right(outcome: Outcome) -> bool:
@@ -816,7 +816,7 @@ def test_a_call_made_while_the_calls_of_a_mismatch_are_collected_counts():
         assert "rank 1 differs from ranks 0, 2 in dtype: float64, they float32" in text
 
 
-def test_a_rank_that_never_calls_delays_nobody_beyond_a_second():
+def test_a_rank_that_never_calls_delays_the_report_by_at_most_a_second():
     comms = uni.local(4)
     calls = [CALLS[name] for name in ("sum", "double", "sum")]
     for outcome in collide(comms[:3], calls, go_on=False):

@@ -78,7 +78,7 @@ class Ranks:
             pipe.send(cards)
 
     def get(self, rank: int, timeout: float = PATIENCE_S) -> Any:
-        assert self.pipes[rank].poll(timeout), f"rank {rank} says nothing"
+        assert self.pipes[rank].poll(timeout), f"rank {rank} sends nothing"
         said = self.pipes[rank].recv()
         if isinstance(said, BaseException):
             raise said
@@ -136,7 +136,9 @@ def ended(backend: NativeBackend, request: Request, timeout: float = PATIENCE_S)
     """Wait until a request ends, with or without an error."""
     event = backend.runtime.event()
     request.notify(event.set)
-    assert backend.runtime.block(event, timeout, lambda: Waiting(backend.rank, (), "a test")), "it hangs"
+    assert backend.runtime.block(event, timeout, lambda: Waiting(backend.rank, (), "a test")), (
+        "the request does not end"
+    )
     return request
 
 
@@ -178,7 +180,7 @@ def exchange(backend: NativeBackend, pipe: Connection, sizes: list[int]) -> list
             assert envelope is not None
             assert envelope.nbytes == n
             assert np.array_equal(into[p][:n], ramp(p, n)), (n, p)
-            assert into[p][n] == 0, "nothing beyond the message"
+            assert into[p][n] == 0, "no byte beyond the message"
         for send in sends:
             done(backend, send)
     meet(backend)
@@ -236,31 +238,31 @@ def test_a_flood_does_not_grow_memory(ranks: Ranks, links: str) -> None:
 # -- failures ---------------------------------------------------------------------------------------------
 
 
-class News:
+class DownReports:
     """The times at which the backend reported ranks down."""
 
     def __init__(self, backend: NativeBackend) -> None:
-        self.told: dict[int, tuple[PeerDown, float]] = {}
+        self.by_rank: dict[int, tuple[PeerDown, float]] = {}
         self._event = backend.runtime.event()
         self._backend = backend
         backend.watch(self._hear)
 
     def _hear(self, down: PeerDown) -> None:
-        self.told[down.rank] = (down, time.monotonic())
+        self.by_rank[down.rank] = (down, time.monotonic())
         self._event.set()
 
     def wait(self, rank: int) -> tuple[PeerDown, float]:
         end = time.monotonic() + PATIENCE_S
-        while rank not in self.told:
+        while rank not in self.by_rank:
             assert self._backend.runtime.block(
                 self._event, end - time.monotonic(), lambda: Waiting(0, (), "")
-            ), "nobody tells"
+            ), "the end is not reported"
             self._event.clear()
-        return self.told[rank]
+        return self.by_rank[rank]
 
 
 def survive(backend: NativeBackend, pipe: Connection, victim: int) -> Any:
-    news, metronome, begun = News(backend), Metronome(), time.monotonic()
+    reports, metronome, begun = DownReports(backend), Metronome(), time.monotonic()
     exchange(backend, pipe, [1])  # every link is open
     if backend.rank == victim:
         done(backend, backend.start_send(0, CONTEXT, 7, memoryview(b"last words")))
@@ -273,7 +275,7 @@ def survive(backend: NativeBackend, pipe: Connection, victim: int) -> Any:
         error = ended(backend, request).error
         assert isinstance(error, PeerLost), error
         assert error.ranks == (victim,)
-    down, at = news.wait(victim)
+    down, at = reports.wait(victim)
     late = ended(backend, backend.start_send(victim, CONTEXT, 0, memoryview(b"x"))).error
     assert isinstance(late, PeerLost)
     if backend.rank == 0:
@@ -309,7 +311,7 @@ def test_a_killed_rank_is_known_at_once(ranks: Ranks, tmp_path: Path, links: str
         assert at - killed_at - stolen_s < 1, f"rank {rank} took {at - killed_at:.2f} s"
     for rank in {0, 1, 2} - {victim}:
         ranks.processes[rank].join(PATIENCE_S)
-    assert not list((tmp_path / "job").iterdir()), "the survivors cleaned up after the dead"
+    assert not list((tmp_path / "job").iterdir()), "the survivors removed the files of the dead rank"
 
 
 @pytest.mark.parametrize("links", ["shm", "tcp"])
@@ -359,24 +361,24 @@ def test_a_rank_stopped_during_a_cooperative_copy_writes_no_more(ranks: Ranks, n
     ranks.signal(0, signal.SIGSTOP)
     assert ranks.get(1) == "lost"
     ranks.signal(0, signal.SIGCONT)
-    assert ranks.get(0), "it heard that it was given up"
+    assert ranks.get(0), "it was notified that it was declared dead"
     ranks.pipes[1].send("look")
-    assert ranks.get(1), "and left the memory alone"
+    assert ranks.get(1), "and wrote no more into the memory"
 
 
 def hold_the_gil(backend: NativeBackend, pipe: Connection, seconds: int) -> bool:
-    news = News(backend)
+    reports = DownReports(backend)
     meet(backend)
     if backend.rank == 1:
         ctypes.PyDLL(None).sleep(seconds)  # like a C extension that never releases the GIL
     meet(backend)
     # The other rank may be done first, and leave: this is no death.
-    return all(down.left for down, _ in news.told.values())
+    return all(down.left for down, _ in reports.by_rank.values())
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("links", ["shm", "tcp"])
-def test_a_rank_that_holds_the_gil_is_not_dead(
+def test_a_rank_that_holds_the_gil_is_not_declared_dead(
     ranks: Ranks, links: str, request: pytest.FixtureRequest
 ) -> None:
     # Longer than the limit for silence; with --long the documented minute.
@@ -451,17 +453,17 @@ def test_a_cancelled_send_arrives_whole_or_not_at_all(ranks: Ranks, links: str) 
 
 def corrupt(backend: NativeBackend, pipe: Connection, seed: int) -> str:
     """Rank 1 writes noise over the shared memory; rank 0 must end with an error, never a crash."""
-    news = News(backend)
+    reports = DownReports(backend)
     meet(backend)
     if backend.rank == 0:
-        down, _ = news.wait(1)
+        down, _ = reports.wait(1)
         return down.cause
     rng = np.random.default_rng(seed)
     low, high = _link_memory()
     stop = time.monotonic() + PATIENCE_S
     # Through this file, because the memory is unmapped once the link is closed.
     with open("/proc/self/mem", "r+b", buffering=0) as memory:
-        while not news.told and time.monotonic() < stop:
+        while not reports.by_rank and time.monotonic() < stop:
             with contextlib.suppress(OSError):
                 for _ in range(64):
                     os.pwrite(
@@ -469,7 +471,7 @@ def corrupt(backend: NativeBackend, pipe: Connection, seed: int) -> str:
                     )
             backend.start_send(0, CONTEXT, 0, memoryview(b"x"))
             time.sleep(0.001)
-    return "heard" if news.told else "nothing"
+    return "reported" if reports.by_rank else "nothing"
 
 
 def _link_memory() -> tuple[int, int]:
@@ -483,7 +485,7 @@ def _link_memory() -> tuple[int, int]:
 def test_noise_in_shared_memory_is_an_error_not_a_crash(ranks: Ranks, seed: int) -> None:
     ranks.start(corrupt, 2, seed)
     assert ranks.get(0)
-    assert ranks.get(1) == "heard"
+    assert ranks.get(1) == "reported"
     for process in ranks.processes:
         process.join(PATIENCE_S)
         assert process.exitcode == 0
@@ -545,10 +547,10 @@ def test_a_rank_that_is_dropped_leaves(tmp_path: Path) -> None:
     done(ranks[0], ranks[0].start_send(1, CONTEXT, 0, memoryview(b"x")))
     done(ranks[1], ranks[1].start_recv(0, CONTEXT, 0, None))
     survivor = ranks.pop(0)
-    news = News(survivor)
+    reports = DownReports(survivor)
     ranks.clear()
     del rank
-    assert news.wait(1)[0].left
+    assert reports.wait(1)[0].left
     survivor.close()
     assert threading.active_count() < 10
 
@@ -573,15 +575,15 @@ def test_a_rank_that_dies_after_it_confirmed_its_call_is_lost_at_once(tmp_path: 
             else card._replace(port=listener.getsockname()[1])
         )
         try:
-            news = News(survivor)
+            reports = DownReports(survivor)
             survivor.connect([zero, card])
             caller, _ = listener.accept()
             with caller:
                 caller.settimeout(PATIENCE_S)
                 refuse_for_our_own_call(caller, secret)
-                assert 0 not in news.told, "it may still call"
+                assert 0 not in reports.by_rank, "its call may still arrive"
                 hung_up_at = time.monotonic()
-            down, at = news.wait(0)
+            down, at = reports.wait(0)
             assert down.cause == "died: its connection was closed"
             assert at - hung_up_at < 1
         finally:

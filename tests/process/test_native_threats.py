@@ -79,7 +79,9 @@ def connect(
 def ended(backend: NativeBackend, request: Request) -> Request:
     event = backend.runtime.event()
     request.notify(event.set)
-    assert backend.runtime.block(event, PATIENCE_S, lambda: Waiting(backend.rank, (), "a test")), "it hangs"
+    assert backend.runtime.block(event, PATIENCE_S, lambda: Waiting(backend.rank, (), "a test")), (
+        "the request does not end"
+    )
     return request
 
 
@@ -199,7 +201,7 @@ def test_no_message_without_tls_is_answered(make: Make) -> None:
             with contextlib.suppress(ConnectionError):
                 sock.sendall(junk)
             answer = exactly(sock, 100)
-            assert len(answer) < 100, "an alert at most"
+            assert len(answer) < 100, "at most an alert"
     wait_until(lambda: refused(backends[0]) == 4, "they are counted")
     exchange(*backends)
 
@@ -283,7 +285,7 @@ class Between:
 def test_a_man_in_the_middle_with_a_certificate_of_its_own_gets_no_frame(make: Make) -> None:
     issuer, foreign = Issuer(2), Issuer(2)
     backends = make(2, tls=True)
-    heard: list[bytes] = []
+    received: list[bytes] = []
     server = context(foreign.credentials(0), is_server=True)
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -291,7 +293,7 @@ def test_a_man_in_the_middle_with_a_certificate_of_its_own_gets_no_frame(make: M
             outer, _ = listener.accept()
             try:
                 with server.wrap_socket(outer, server_side=True) as inside:
-                    heard.append(inside.recv(100))
+                    received.append(inside.recv(100))
             except (ssl.SSLError, ConnectionError):
                 outer.close()
 
@@ -304,10 +306,10 @@ def test_a_man_in_the_middle_with_a_certificate_of_its_own_gets_no_frame(make: M
         thread.join()
     assert isinstance(error, PeerLost)
     assert "not from this job's seed" in str(error)
-    assert heard in ([], [b""])
+    assert received in ([], [b""])
 
 
-def test_a_member_at_another_ones_address_is_no_stand_in(make: Make) -> None:
+def test_a_rank_at_the_address_of_another_is_not_accepted_in_its_place(make: Make) -> None:
     issuer = Issuer(3)
     backends = make(3, tls=True)
     cards = [b.card() for b in backends]
@@ -336,7 +338,7 @@ def test_a_recorded_handshake_cannot_be_replayed(make: Make) -> None:
         call(backends[1], backends[0])
         with connected(card) as sock:
             sock.sendall(record[0][:128])  # hello and proof
-            assert len(exactly(sock, 1000)) == 64, "a new challenge, and no more"
+            assert len(exactly(sock, 1000)) == 64, "only a new challenge"
         wait_until(lambda: refused(backends[0]) == 1, "the old proof does not answer it")
         exchange(*backends)
 
@@ -421,7 +423,7 @@ BOMBS = {
 }
 
 
-def test_a_bomb_ends_its_link_and_takes_no_memory(make: Make) -> None:
+def test_a_forged_length_ends_its_link_and_takes_no_memory(make: Make) -> None:
     size = len(BOMBS) + 2
     first, last = backends = make(size, (0, size - 1))
     connect(backends, cards=[first.card()] * (size - 1) + [last.card()])
@@ -447,9 +449,9 @@ def test_a_peer_that_queries_and_reads_nothing_is_dropped_and_takes_little_memor
     before = memory_kib()
     with Member(first.card(), SECRET, 1, 0, 3) as member:
         member.lanes[CONTROL].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        uses, is_heard = 0, True
+        uses, is_up = 0, True
         with contextlib.suppress(ConnectionError):
-            while is_heard and uses < 4_000_000:
+            while is_up and uses < 4_000_000:
                 frames = []
                 for _ in range(2000):
                     uses += 1
@@ -459,7 +461,7 @@ def test_a_peer_that_queries_and_reads_nothing_is_dropped_and_takes_little_memor
                     )
                     frames.append(head(WITHDRAW, context=rendezvous_id))
                 member.lanes[BULK].sendall(b"".join(frames))
-                is_heard = first.links()[1] != "down"
+                is_up = first.links()[1] != "down"
         error = ended(first, first.start_send(1, CONTEXT, 0, memoryview(b"x"))).error
     assert isinstance(error, PeerLost)
     assert "does not read the replies" in str(error)
@@ -467,7 +469,7 @@ def test_a_peer_that_queries_and_reads_nothing_is_dropped_and_takes_little_memor
     exchange(*backends)
 
 
-def test_random_frames_of_a_member_hurt_nobody_else(make: Make) -> None:
+def test_random_frames_of_a_peer_end_only_its_own_link(make: Make) -> None:
     turns = 120
     size = turns + 2
     first, last = backends = make(size, (0, size - 1))
@@ -516,7 +518,7 @@ def test_a_peer_that_does_not_read_does_not_grow_the_senders_memory(make: Make) 
 
 
 @pytest.mark.parametrize("tls", [False, True])
-def test_a_crowd_at_the_listener_keeps_no_member_out(make: Make, tls: bool) -> None:
+def test_many_connections_at_the_listener_keep_no_rank_out(make: Make, tls: bool) -> None:
     issuer = Issuer(2) if tls else None
     backends = make(2, tls=tls)
     card = backends[0].card()
@@ -604,7 +606,7 @@ def as_nobody(path: str) -> bytes:
         return pipe.read()
 
 
-def test_another_user_finds_no_way_to_shared_memory() -> None:
+def test_another_user_cannot_reach_shared_memory() -> None:
     need_root("be another user")
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         backends = [NativeBackend(rank, 2, folder, SECRET, neighbours=False) for rank in range(2)]

@@ -140,7 +140,7 @@ def adopted(comm: Communicator) -> int:
 @every_kind
 @every_verb
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_long_objects_of_every_kind_arrive_and_python_has_no_part_in_it(
+def test_long_objects_of_every_kind_arrive_on_the_fast_path(
     world: MakeWorld, kind: str, verb: Verb, size: int
 ) -> None:
     comms = world(size, kind, **NO_STALL)
@@ -179,7 +179,7 @@ def test_one_rank_in_python_and_the_others_in_the_engine(world: MakeWorld, verb:
 
 
 @every_verb
-def test_python_carries_on_with_the_heads_that_the_engine_got(
+def test_python_continues_after_the_engines_first_stage(
     world: MakeWorld, verb: Verb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Python adopts a started call after its first stage if no thread waits for it."""
@@ -235,7 +235,7 @@ def test_any_algorithm_moves_them(world: MakeWorld, algorithm: str) -> None:
     assert found(comms, program) == []
 
 
-def test_what_came_belongs_to_its_receiver_and_the_next_call_leaves_it_alone(world: MakeWorld) -> None:
+def test_received_objects_are_the_receivers_and_the_next_call_does_not_change_them(world: MakeWorld) -> None:
     comms = world(3)
 
     def program(comm: Communicator) -> Notes:
@@ -328,7 +328,7 @@ def row_of(*entries: tuple[int, bytes], used: int | None = None, form: int = 1) 
     return row
 
 
-def test_a_row_of_heads_is_read_and_nothing_in_it_is_taken_on_trust() -> None:
+def test_a_row_of_heads_is_checked_when_it_is_read() -> None:
     head, (blob,) = codec.pack_parts({"a": ramp(4096, 1)})
     said = Announcement.decoded(row_of((1, head), (1, head)), 2, 1 << 20)
     assert said.heads is not None

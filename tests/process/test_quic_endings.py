@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tests.support.hosts import Hosts, hosts
 from tests.support.processes import forked, run_processes
-from tests.support.quic_ranks import Make, make, over, settled
+from tests.support.quic_ranks import Make, make, ranks_through, wait_for_all
 from tests.support.relay import Weather, relay
 
 import unisono as uni
@@ -41,7 +41,7 @@ def test_a_killed_rank_of_another_host_is_known_by_its_closed_port(hosts: Hosts)
         return {"host": f"host {rank}", "bind": f"10.77.0.{rank + 1}"}
 
     with forked(until_lost, 2, kind="quic", links=enter) as ranks:
-        assert [ranks.hear(rank) for rank in range(2)] == ["ready"] * 2
+        assert [ranks.receive(rank) for rank in range(2)] == ["ready"] * 2
         ranks.signal(1, signal.SIGKILL)
         took_s, text = ranks.result(0)
     assert took_s < 1.0
@@ -50,7 +50,7 @@ def test_a_killed_rank_of_another_host_is_known_by_its_closed_port(hosts: Hosts)
 
 def test_a_stopped_rank_is_known_within_three_seconds() -> None:
     with forked(until_lost, 2, kind="quic") as ranks:
-        assert [ranks.hear(rank) for rank in range(2)] == ["ready"] * 2
+        assert [ranks.receive(rank) for rank in range(2)] == ["ready"] * 2
         ranks.signal(1, signal.SIGSTOP)
         took_s, text = ranks.result(0)
         ranks.signal(1, signal.SIGKILL)
@@ -83,7 +83,7 @@ def test_forged_messages_that_a_port_is_closed_end_nothing() -> None:
         return float(x[0])
 
     with forked(talk, 2, kind="quic") as ranks:
-        addresses = [ranks.hear(rank) for rank in range(2)]
+        addresses = [ranks.receive(rank) for rank in range(2)]
         ranks.signal(1, signal.SIGSTOP)
         with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as forger:
             ends = time.monotonic() + 1.0
@@ -96,19 +96,19 @@ def test_forged_messages_that_a_port_is_closed_end_nothing() -> None:
         assert [ranks.result(rank) for rank in range(2)] == [3.0, 3.0]
 
 
-def test_a_long_message_survives_loss_and_the_senders_exit(make: Make) -> None:
+def test_a_long_message_survives_packet_loss_and_the_senders_exit(make: Make) -> None:
     """The sender closes as soon as its send has ended; one datagram in twenty is lost."""
     data = (np.arange(1_000_003) * 11).astype(np.uint8)
     with relay(9, Weather(lost=0.05)) as between:
-        ranks = over(between, make)
+        ranks = ranks_through(between, make)
         into = np.zeros_like(data)
         works = [ranks[1].start_recv(0, 5, tag, None) for tag in range(20)]
         long = ranks[1].start_recv(0, 5, 99, memoryview(into))
         sends = [ranks[0].start_send(1, 5, 99, memoryview(data))]
         sends += [ranks[0].start_send(1, 5, tag, memoryview(bytes([tag] * 2000))) for tag in range(20)]
-        settled(*sends)
+        wait_for_all(*sends)
         ranks[0].close()
-        settled(long, *works)
+        wait_for_all(long, *works)
         assert np.array_equal(into, data)
         assert [work.data for work in works] == [bytes([tag] * 2000) for tag in range(20)]
         ranks[1].close()

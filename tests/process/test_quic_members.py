@@ -30,7 +30,7 @@ from tests.process.test_native_threats import (
 )
 from tests.support.credentials import Issuer
 from tests.support.quic_member import CONTROL_STREAM, DATA_STREAM, MESSAGES_STREAM, QuicMember
-from tests.support.quic_ranks import PATIENCE_S, Make, exchanged, make, settled
+from tests.support.quic_ranks import PATIENCE_S, Make, exchange, make, wait_for_all
 from tests.support.ranks import IS_SANITIZED
 
 from unisono.backends.native.backend import NativeBackend
@@ -43,7 +43,7 @@ __all__ = ["make"]
 PATIENT = Config(silence_s=20.0)  # no rank may be declared dead because this machine is busy
 
 
-def nobodys(backend: NativeBackend) -> Card:
+def card_without_address(backend: NativeBackend) -> Card:
     """A card for a hostile peer, which opens its links itself, so that no address or process is needed."""
     return backend.card()._replace(pid=0)
 
@@ -51,16 +51,16 @@ def nobodys(backend: NativeBackend) -> Card:
 def first_and_last(make: Make, issuer: Issuer, size: int) -> list[NativeBackend]:
     """The first and the last rank of a world whose other ranks are hostile peers."""
     first, last = made = make(size, only=(0, size - 1), config=PATIENT)
-    cards = [first.card()] + [nobodys(first)] * (size - 2) + [last.card()]
+    cards = [first.card()] + [card_without_address(first)] * (size - 2) + [last.card()]
     for rank in made:
         rank.connect(cards, issuer.credentials(rank.rank))
-    exchanged(*made)
+    exchange(*made)
     return made
 
 
 def lost(backend: NativeBackend, rank: int) -> PeerLost:
     request = backend.start_send(rank, 5, 0, memoryview(b"x"))
-    settled(request)
+    wait_for_all(request)
     assert isinstance(request.error, PeerLost)
     return request.error
 
@@ -73,7 +73,7 @@ WRONG_STREAM = {
 }
 
 
-def test_a_bomb_ends_its_link_and_takes_no_memory(make: Make) -> None:
+def test_a_forged_length_ends_its_link_and_takes_no_memory(make: Make) -> None:
     bombs = {
         name: (
             bomb * (8 if "beyond" in name else 1),
@@ -94,10 +94,10 @@ def test_a_bomb_ends_its_link_and_takes_no_memory(make: Make) -> None:
             error = lost(first, rank)
             assert isinstance(error.__cause__, ProtocolError), (name, error)
     assert IS_SANITIZED or memory_kib() - before < 16 * 1024
-    exchanged(first, last, 2)
+    exchange(first, last, 2)
 
 
-def test_random_frames_of_a_member_hurt_nobody_else(make: Make) -> None:
+def test_random_frames_of_a_peer_end_only_its_own_link(make: Make) -> None:
     turns = 40
     size = turns + 2
     issuer = Issuer(size)
@@ -121,7 +121,7 @@ def test_random_frames_of_a_member_hurt_nobody_else(make: Make) -> None:
                     nbytes=number if kind != DOWN else 0,
                 )
                 member.send(frame + rng.randbytes(rng.choice((0, 8, 16, 300))), rng.randrange(3))
-    exchanged(first, last, 2)
+    exchange(first, last, 2)
     assert IS_SANITIZED or memory_kib() - before < 16 * 1024
 
 
@@ -142,15 +142,15 @@ def test_a_peer_that_queries_and_reads_nothing_is_dropped_and_takes_little_memor
         error = lost(first, 1)
     assert "does not read the replies" in str(error)
     assert IS_SANITIZED or memory_kib() - before < 64 * 1024
-    exchanged(first, last, 2)
+    exchange(first, last, 2)
 
 
 @pytest.mark.parametrize("is_deaf", [True, False])
-def test_a_peer_that_takes_nothing_does_not_grow_the_senders_memory(make: Make, is_deaf: bool) -> None:
+def test_a_peer_that_reads_nothing_does_not_grow_the_senders_memory(make: Make, is_deaf: bool) -> None:
     """The sender stops at the peer's credit, and loses the peer by its silence once the peer is stopped."""
     issuer = Issuer(2)
     (first,) = make(2, only=(0,))
-    first.connect([first.card(), nobodys(first)], issuer.credentials(0))
+    first.connect([first.card(), card_without_address(first)], issuer.credentials(0))
     with QuicMember(first.card(), issuer.credentials(1), 1, 0, 2, is_deaf=is_deaf) as member:
         data = memoryview(bytes(16 * 1024))
         before = memory_kib()
@@ -158,7 +158,7 @@ def test_a_peer_that_takes_nothing_does_not_grow_the_senders_memory(make: Make, 
         assert IS_SANITIZED or memory_kib() - before < 24 * 1024
         assert not sends[-1].done
         member.signal(signal.SIGSTOP)
-        settled(sends[-1])
+        wait_for_all(sends[-1])
         member.signal(signal.SIGCONT)
     assert isinstance(sends[-1].error, PeerLost)
     assert "silent" in str(sends[-1].error)

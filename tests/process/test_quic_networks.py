@@ -15,7 +15,7 @@ import pytest
 from tests.support.credentials import Issuer
 from tests.support.hosts import Hosts, hosts
 from tests.support.processes import forked
-from tests.support.quic_ranks import PATIENCE_S, Make, exchanged, make, over, settled
+from tests.support.quic_ranks import PATIENCE_S, Make, exchange, make, ranks_through, wait_for_all
 from tests.support.relay import Weather, relay
 
 from unisono.backends.native.backend import NativeBackend
@@ -39,14 +39,14 @@ SILENT_WITHIN_S = 6.0  # twice the bound of docs/failure.md
     ],
     ids=str,
 )
-def test_bad_weather_and_a_changed_address_of_the_opener_change_no_value(
+def test_packet_faults_and_a_changed_address_of_the_opener_change_no_value(
     make: Make, weather: Weather
 ) -> None:
     """Rank 0 reaches rank 1 through a relay, which changes its port, like NAT that lost its table."""
     with relay(7, weather) as between:
-        ranks = over(between, make)
+        ranks = ranks_through(between, make)
         for tag in range(1, 10):
-            exchanged(ranks[0], ranks[1], tag)
+            exchange(ranks[0], ranks[1], tag)
             if tag % 3 == 0:
                 between.rebind()
 
@@ -54,18 +54,18 @@ def test_bad_weather_and_a_changed_address_of_the_opener_change_no_value(
 def test_the_openers_address_changes_in_the_middle_of_a_message(make: Make) -> None:
     data = (np.arange(24 << 20) * 13).astype(np.uint8)
     with relay(8) as between:
-        ranks = over(between, make)
-        exchanged(*ranks)
+        ranks = ranks_through(between, make)
+        exchange(*ranks)
         for turn in range(2):
             into = np.zeros_like(data)
             receive = ranks[1].start_recv(0, 5, turn, memoryview(into))
             send = ranks[0].start_send(1, 5, turn, memoryview(data))
             ends = time.monotonic() + PATIENCE_S
             while not into[: 1 << 20].any():
-                assert time.monotonic() < ends, "it hangs"
+                assert time.monotonic() < ends, "a request does not end"
             between.rebind()
             assert not into[-(1 << 20) :].any(), "this is the middle of the message"
-            settled(send, receive)
+            wait_for_all(send, receive)
             assert send.error is None
             assert np.array_equal(into, data)
 
@@ -73,12 +73,12 @@ def test_the_openers_address_changes_in_the_middle_of_a_message(make: Make) -> N
 def test_an_acceptor_that_moved_is_lost_and_the_cause_is_named(make: Make) -> None:
     """In QUIC only the opener may change its address."""
     with relay(9) as between:
-        ranks = over(between, make)
-        exchanged(*ranks)
+        ranks = ranks_through(between, make)
+        exchange(*ranks)
         waiting = [ranks[1 - rank].start_recv(rank, 5, 9, None) for rank in range(2)]
         began = time.monotonic()
         between.move()
-        settled(*waiting)
+        wait_for_all(*waiting)
         assert time.monotonic() - began < SILENT_WITHIN_S
     texts = [str(request.error) for request in waiting]
     assert all(isinstance(request.error, PeerLost) for request in waiting), texts
@@ -94,7 +94,7 @@ def test_a_system_that_cannot_cut_batches_gets_single_datagrams(make: Make) -> N
         sock.setsockopt(socket.SOL_SOCKET, SO_NO_CHECK, 1)
         sock.close()
     for tag in range(1, 4):
-        exchanged(one, other, tag)
+        exchange(one, other, tag)
 
 
 def test_datagrams_too_long_for_the_interface_become_short(hosts: Hosts) -> None:
@@ -135,12 +135,12 @@ def test_a_rank_bound_to_all_addresses_answers_from_the_one_that_was_called(make
     cards = [ranks[0].card()._replace(address="127.0.0.5"), ranks[1].card()]
     for rank in ranks:
         rank.connect(cards, issuer.credentials(rank.rank))
-    exchanged(ranks[1], ranks[0])  # rank 1 opens the link
+    exchange(ranks[1], ranks[0])  # rank 1 opens the link
 
 
 def test_a_million_links_would_need_one_descriptor(make: Make) -> None:
     ranks = make(6, Issuer(6))
     before = len(os.listdir("/proc/self/fd"))
     for rank in ranks[1:]:
-        exchanged(ranks[0], rank)
+        exchange(ranks[0], rank)
     assert len(os.listdir("/proc/self/fd")) == before

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.ciphers.modes import ECB
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 from tests.support.credentials import INCARNATION, JOB, Issuer
-from tests.support.quic_ranks import PATIENCE_S, Make, exchanged, make, settled
+from tests.support.quic_ranks import PATIENCE_S, Make, exchange, make, wait_for_all
 
 from unisono.backends.native.backend import NativeBackend
 from unisono.backends.native.card import Credentials
@@ -50,7 +50,7 @@ def test_garbage_at_the_port_changes_nothing(make: Make, seed: int) -> None:
             if rng.random() < 0.3:
                 data[1:5] = b"\0\0\0\1"
             stranger.sendto(data, (one.card().address, one.card().port))
-        exchanged(one, other)
+        exchange(one, other)
         with pytest.raises(TimeoutError):  # no datagram that was sent deserved a reply
             stranger.recv(2000)
 
@@ -98,14 +98,14 @@ def test_a_flood_of_first_datagrams_takes_bounded_memory_and_shuts_nobody_out(
             if number % 50 == 0:
                 time.sleep(0.001)
             if number == 5000:
-                exchanged(one, other)  # the ranks connect during the flood
+                exchange(one, other)  # the ranks connect during the flood
             with contextlib.suppress(BlockingIOError):
                 answer = stranger.recv(2000)
                 is_retry = answer[0] & 0xF0 == LONG_HEADER_RETRY
                 retries += is_retry
                 others_bytes += 0 if is_retry else len(answer)
                 assert not is_retry or len(answer) < 200  # shorter than the datagram
-        exchanged(one, other, 2)
+        exchange(one, other, 2)
         assert resident_bytes() - before < strangers.STRANGERS_MAX * (128 << 10)
     # A few datagrams get a reply of at most three times their bytes; the senders of the others are asked to
     # prove their address. Malformed datagrams get no reply.
@@ -137,7 +137,7 @@ def test_a_member_of_another_job_is_refused_and_named(make: Make, tmp_path: Path
             time.sleep(0.01)
         assert request.error is not None
         assert "not from this job's seed" in str(request.error)
-        exchanged(one, other)
+        exchange(one, other)
     finally:
         foreign.close()
 
@@ -182,7 +182,7 @@ def test_a_stranger_is_refused_and_named(make: Make, caplog: pytest.LogCaptureFi
     assert not request.done or isinstance(request.error, PeerLost)
     assert "127.0.0.1" in caplog.text
     assert backends[0]._engine.refused() >= 1
-    exchanged(backends[2], backends[0])
+    exchange(backends[2], backends[0])
 
 
 def test_credentials_that_do_not_fit_are_refused_at_once(make: Make) -> None:
@@ -199,7 +199,7 @@ def test_credentials_that_do_not_fit_are_refused_at_once(make: Make) -> None:
     backend.connect(cards, mine)
 
 
-def test_a_member_at_another_ones_address_is_no_stand_in(make: Make) -> None:
+def test_a_rank_at_the_address_of_another_is_not_accepted_in_its_place(make: Make) -> None:
     issuer = Issuer(3)
     backends = make(3)
     cards = [backend.card() for backend in backends]
@@ -207,7 +207,7 @@ def test_a_member_at_another_ones_address_is_no_stand_in(make: Make) -> None:
     for backend in backends[1:]:
         backend.connect(cards, issuer.credentials(backend.rank))
     request = backends[0].start_send(1, 5, 1, memoryview(b"x"))
-    settled(request)
+    wait_for_all(request)
     assert isinstance(request.error, PeerLost)
     assert "its certificate is rank 2's" in str(request.error)
-    exchanged(backends[1], backends[2])
+    exchange(backends[1], backends[2])

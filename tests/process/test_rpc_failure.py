@@ -82,7 +82,7 @@ def caller_and_callee(backend: NativeBackend, pipe: Connection) -> Any:
 def test_a_callee_that_is_killed_or_stopped_is_lost_in_time(kind, how, bound_s):
     with forked(caller_and_callee, 2, kind=kind) as ranks:
         for _ in range(3):
-            assert ranks.hear(1) == "begun"
+            assert ranks.receive(1) == "begun"
         ranks.signal(1, how)
         struck = time.monotonic()
         errors, ended = ranks.result(0)
@@ -116,9 +116,9 @@ def caller_is_killed(backend: NativeBackend, pipe: Connection) -> Any:
     return None
 
 
-def test_a_caller_that_is_killed_takes_its_calls_with_it():
+def test_calls_of_a_killed_caller_are_cancelled():
     with forked(caller_is_killed, 3) as ranks:
-        assert ranks.hear(1) == "begun"
+        assert ranks.receive(1) == "begun"
         ranks.signal(0, signal.SIGKILL)
         assert ranks.result(1) == 5
 

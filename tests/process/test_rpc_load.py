@@ -262,12 +262,12 @@ def never_waits(comm: uni.Communicator, path: str) -> int:
         works = [agent.start(1, "note", i) for i in range(100)]
         until = time.monotonic() + PATIENCE_S
         while not Path(path).exists():
-            assert time.monotonic() < until, "a call that nobody waits for was not sent"
+            assert time.monotonic() < until, "a call that no thread waits for was not sent"
         uni.wait_all(works)
     comm.barrier()
     return len(set(came))
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
-def test_started_calls_are_sent_whether_or_not_anybody_waits(kind: str, tmp_path: Path) -> None:
+def test_started_calls_are_sent_although_no_thread_waits(kind: str, tmp_path: Path) -> None:
     assert run(kind, never_waits, 2, str(tmp_path / "all")) == [0, 100]

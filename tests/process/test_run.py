@@ -37,11 +37,11 @@ from unisono import environment
 from unisono.config import Config
 from unisono.bootstrap.entry import enter
 from unisono.bootstrap.launch_info import decide
-place = decide(environment.launch(), environment.network())
-with enter(place, make_card=lambda site: b"card %d" % site.rank, config=Config(),
+info = decide(environment.launch(), environment.network())
+with enter(info, make_card=lambda listen: b"card %d" % listen.rank, config=Config(),
            version=__import__("unisono").__version__, timeout=30) as entry:
     view = entry.view
-    print("met", view.rank, view.cards[-1].decode(), place.local_rank, view.identity is not None, flush=True)
+    print("met", view.rank, view.cards[-1].decode(), info.local_rank, view.identity is not None, flush=True)
 """
 
 
@@ -140,7 +140,7 @@ def test_a_module_is_run_by_name(tmp_path: Path, program) -> None:  # type: igno
     assert run("-n", "1", "-m", "mod", "a", cwd=tmp_path)[1] == "[0] __main__ ['a']\n"
 
 
-def test_ranks_get_their_place_and_nothing_of_an_outer_launcher(program) -> None:  # type: ignore[no-untyped-def]
+def test_ranks_get_their_variables_and_none_of_an_outer_launcher(program) -> None:  # type: ignore[no-untyped-def]
     path = program(
         "names = ('UNI', 'RANK', 'WORLD', 'LOCAL', 'MASTER', 'TORCHELASTIC', 'MY')\n"
         "print(sorted((k, v) for k, v in os.environ.items() if k.startswith(names)))"
@@ -193,7 +193,7 @@ def test_a_launcher_inside_a_rank_has_a_port_of_its_own(program) -> None:  # typ
     code, out, err = run("-n", "1", path)
     assert code == 0, err
     ports = [line.split()[-2:] for line in out.splitlines()]
-    assert [who for _, who in ports] == ["outer", "inner"]
+    assert [launcher for _, launcher in ports] == ["outer", "inner"]
     assert ports[0][0] != ports[1][0]
 
 
@@ -215,7 +215,7 @@ def test_a_store_that_the_user_names_is_where_programs_of_torch_meet(program, wa
         ("raise ValueError('the root')", 1, "ValueError: the root\n"),
     ],
 )
-def test_the_first_failing_rank_speaks_last_and_gives_the_code(
+def test_the_first_failing_rank_is_summarised_last_and_gives_the_exit_code(
     program, end: str, code: int, words: str
 ) -> None:  # type: ignore[no-untyped-def]
     path = program(f"if rank == 1:\n    {end}\nsys.stderr.write('noise\\n')\nthreading.Event().wait()")
@@ -239,7 +239,7 @@ except uni.RendezvousError as error:
 
 
 @pytest.mark.parametrize("code", [0, 5])
-def test_nobody_waits_for_a_rank_that_ended_before_it_joined(program, code: int) -> None:  # type: ignore[no-untyped-def]
+def test_no_rank_waits_for_a_rank_that_ended_before_it_joined(program, code: int) -> None:  # type: ignore[no-untyped-def]
     found, out, err = run("-n", "3", "--grace", "50", program(WAIT.format(gone=1, code=code)))
     assert found == (code or 3)
     lines = sorted(out.splitlines())
@@ -405,9 +405,9 @@ def test_rank_0_reads_from_a_terminal_and_all_ranks_share_a_session(program) -> 
     with at_terminal(path, 2) as (keys, lines):
         os.write(keys, b"typed\n")
         launcher, *shown = lines
-    told = [line.split() for line in shown if line.startswith("[")][:2]
-    assert sorted(words[:2] for words in told) == [["[0]", "'typed\\n'"], ["[1]", "''"]]
-    assert len({session for *_, session in told}) == 1
+    printed = [line.split() for line in shown if line.startswith("[")][:2]
+    assert sorted(words[:2] for words in printed) == [["[0]", "'typed\\n'"], ["[1]", "''"]]
+    assert len({session for *_, session in printed}) == 1
     assert launcher.startswith("launcher ")
     assert shown[-1] == "code 5"
 
@@ -452,7 +452,7 @@ def test_a_launcher_whose_output_was_closed_runs_the_job(program, tmp_path: Path
     assert all((tmp_path / str(rank)).exists() for rank in range(2))
 
 
-def test_the_others_have_time_to_end_by_themselves(program, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_the_other_ranks_have_time_to_end_by_themselves(program, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     os.mkfifo(tmp_path / "fifo")
     path = program(
         f"fifo = {str(tmp_path / 'fifo')!r}\n"
@@ -505,7 +505,7 @@ def test_a_wrong_call_is_one_line_and_code_2(arguments: list[str], words: str) -
     assert "Traceback" not in ended.stderr
 
 
-def test_a_reader_that_goes_away_ends_the_job(program) -> None:  # type: ignore[no-untyped-def]
+def test_a_reader_that_closes_the_pipe_ends_the_job(program) -> None:  # type: ignore[no-untyped-def]
     with launched("-n", "2", program("while True:\n    print('y' * 1000)")) as launcher:
         launcher.lines(3)
         launcher.out.close()
@@ -697,9 +697,9 @@ def test_the_ticket_is_never_on_a_command_line(program) -> None:  # type: ignore
 
 def test_ranks_of_two_hosts_meet_encrypted(hosts: Hosts, program, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     path = program(
-        MEET.replace("place.local_rank,", "sites[0].bind.host,")
-        .replace("lambda site: b", "lambda site: sites.append(site) or b")
-        .replace("\nplace", "\nsites = []\nplace")
+        MEET.replace("info.local_rank,", "listens[0].bind.host,")
+        .replace("lambda listen: b", "lambda listen: listens.append(listen) or b")
+        .replace("\ninfo", "\nlistens = []\ninfo")
     )
     file = str(tmp_path / "job.ticket")
 

@@ -32,7 +32,7 @@ PATIENCE_S = 30.0
 def until(condition: Callable[[], bool], limit_s: float = PATIENCE_S) -> None:
     end = time.monotonic() + limit_s
     while not condition():
-        assert time.monotonic() < end, "it did not happen"
+        assert time.monotonic() < end, "the condition did not become true"
         time.sleep(0.001)
 
 
@@ -138,9 +138,9 @@ def test_a_receiver_that_confirms_lets_the_root_go_on(world: MakeWorld, kind: st
         for k in range(100):
             notes.expect(cast(comm, k, k % 2), value(k), f"#{k}")
             total(comm)
-            hot = comm._group.native
-            assert hot is not None
-            notes.expect(hot.unconfirmed_ranks(), [], f"behind at #{k}")
+            native_group = comm._group.native
+            assert native_group is not None
+            notes.expect(native_group.unconfirmed_ranks(), [], f"behind at #{k}")
         return notes
 
     assert found(comms, program) == []
@@ -216,7 +216,7 @@ def test_two_roots_that_both_ran_ahead_get_the_mismatch_in_their_next_call(
 
 
 @every_kind
-def test_a_mismatch_is_found_although_nobody_calls_again(world: MakeWorld, kind: str) -> None:
+def test_a_mismatch_is_found_although_no_rank_calls_again(world: MakeWorld, kind: str) -> None:
     comms = world(2, kind)
 
     def program(comm: Communicator) -> Any:
@@ -258,8 +258,8 @@ def test_a_late_report_of_a_message_that_was_claimed_is_no_mismatch(world: MakeW
             cast(comm, k)
 
     run_each(program, comms).values()
-    assert comms[1]._group.call_log.find(reported) is None, "it is forgotten"
-    assert comms[1]._group.on_unclaimed(0, reported, fingerprint), "and nothing is wrong"
+    assert comms[1]._group.call_log.find(reported) is None, "the report is discarded"
+    assert comms[1]._group.on_unclaimed(0, reported, fingerprint), "the communicator is not poisoned"
     assert [x.tolist() for x in run_each(total, comms).values()] == [[3.0] * 3] * 2
 
 

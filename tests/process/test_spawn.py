@@ -64,7 +64,7 @@ def wait_until_gone(pids: list[int], within_s: float) -> None:
         assert ready, f"of {pids} some live on"
 
 
-def test_results_come_by_rank() -> None:
+def test_results_are_ordered_by_rank() -> None:
     assert run("results")["value"] == [[0, 499502.0], [1, 499502.0], [2, 499502.0]]
 
 
@@ -72,7 +72,7 @@ def test_spawned_ranks_find_each_other() -> None:
     assert run("meet")["value"] == [[rank, 4.0] for rank in range(4)]
 
 
-def test_dataclasses_of_the_main_file_travel() -> None:
+def test_dataclasses_of_the_main_file_can_be_sent() -> None:
     assert run("dataclass")["value"] == [["Point", 5, [0, 0, 0]], ["Point", 6, [0, 1, 2]]]
 
 
@@ -96,7 +96,7 @@ def test_a_rank_knows_its_identity_and_settings_but_not_the_ticket() -> None:
         }
 
 
-def test_what_a_new_process_cannot_find_is_refused_at_once() -> None:
+def test_functions_that_a_new_process_cannot_find_are_refused_at_once() -> None:
     texts = run("closure")["value"]
     assert len(texts) == 3
     assert "defined inside a function" in texts[0]
@@ -104,7 +104,7 @@ def test_what_a_new_process_cannot_find_is_refused_at_once() -> None:
     assert "a function with a name" in texts[2]
 
 
-def test_an_argument_that_cannot_travel_is_refused_before_anything_starts() -> None:
+def test_an_argument_that_cannot_be_sent_is_refused_before_anything_starts() -> None:
     said = run("argument")
     assert said["error"] == "UsageError"
     assert "argument 1 is _thread.lock" in said["text"]
@@ -141,7 +141,7 @@ def test_a_rank_that_only_reports_a_failure_is_not_blamed() -> None:
     assert (said["error"], said["text"]) == ("ValueError", "the root of it")
 
 
-def test_a_result_that_cannot_travel_is_an_error_that_says_so() -> None:
+def test_a_result_that_cannot_be_sent_is_an_error_that_says_so() -> None:
     said = run("opaque")
     assert said["error"] == "UsageError"
     assert "returned a value that cannot be sent to the parent" in said["text"]
@@ -172,7 +172,7 @@ def test_no_rank_outlives_the_process_that_spawned_it(number: signal.Signals) ->
     assert not any(is_alive(pid) for pid in pids)
 
 
-def test_a_main_file_without_a_guard_is_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_a_main_file_without_a_guard_is_refused_with_the_next_step(tmp_path: Path) -> None:
     program = tmp_path / "unguarded.py"
     program.write_text(
         f"import sys; sys.path.insert(0, {str(PROGRAM.parent)!r})\n"
@@ -194,7 +194,7 @@ def test_a_module_that_was_run_by_name_works_too(tmp_path: Path) -> None:
         f"import sys; sys.path.insert(0, {str(PROGRAM.parent)!r})\n"
         "from launch_program import start\n"
         "from .helper import WORD\n"
-        "def speak(place):\n    return WORD, place.rank\n"
+        "def speak(info):\n    return WORD, info.rank\n"
         "if __name__ == '__main__':\n    print(start(speak, 2))\n"
     )
     done = subprocess.run(
@@ -207,11 +207,11 @@ def test_a_module_that_was_run_by_name_works_too(tmp_path: Path) -> None:
     assert done.stdout == "[('relative', 0), ('relative', 1)]\n", done.stderr
 
 
-def test_nothing_typed_at_a_prompt_can_be_spawned() -> None:
+def test_functions_typed_at_a_prompt_are_refused() -> None:
     program = (
         f"import sys; sys.path.insert(0, {str(PROGRAM.parent)!r})\n"
         "import launch_program\n"
-        "def typed(place): ...\n"
+        "def typed(info): ...\n"
         "launch_program.start(typed, 2)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)
@@ -225,7 +225,7 @@ def test_nothing_typed_at_a_prompt_can_be_spawned() -> None:
         ("def work(comm):\n    return 1", "def work(comm):\n        return 2", True),  # another function
     ],
 )
-def test_a_function_under_the_guard_is_refused_in_words(
+def test_a_function_under_the_guard_is_refused_with_a_reason(
     tmp_path: Path, top: str, guarded: str, is_module: bool
 ) -> None:
     (tmp_path / "guarded.py").write_text(
@@ -251,7 +251,7 @@ def test_a_function_under_the_guard_is_refused_in_words(
     assert "Next: define it at the top of a module, and pass what it uses as arguments" in done.stdout
 
 
-def test_nobody_waits_for_a_spawned_rank_that_ended_before_it_joined(tmp_path: Path) -> None:
+def test_no_rank_waits_for_a_spawned_rank_that_ended_before_it_joined(tmp_path: Path) -> None:
     (tmp_path / "early.py").write_text(
         "import os, time\n"
         "import unisono as uni\n"
@@ -289,12 +289,12 @@ def test_spawn_with_few_descriptors_starts_nothing_and_says_why() -> None:
 
 
 @contextlib.contextmanager
-def enter_alone(place: LaunchInfo, backend: str, config: object, timeout: float) -> Iterator[LaunchInfo]:
-    yield place
+def enter_alone(info: LaunchInfo, backend: str, config: object, timeout: float) -> Iterator[LaunchInfo]:
+    yield info
 
 
-def rank_of(place: LaunchInfo) -> int:
-    return place.rank
+def rank_of(info: LaunchInfo) -> int:
+    return info.rank
 
 
 def no_descriptor(comm: Any) -> None:

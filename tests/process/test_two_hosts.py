@@ -55,26 +55,26 @@ def secrets(folder: Path) -> list[bytes]:
     return found
 
 
-def test_an_eavesdropper_at_the_cable_learns_nothing(hosts: Hosts, tmp_path: Path) -> None:
-    with hosts.heard(tmp_path / "cable"):
+def test_captured_packets_reveal_no_secret(hosts: Hosts, tmp_path: Path) -> None:
+    with hosts.captured(tmp_path / "capture"):
         ends = run(hosts, tmp_path, 2, "--address", hosts.interfaces[0])
-    cable = (tmp_path / "cable").read_bytes()
-    assert len(cable) > 2_000_000, "the data did cross"
-    assert PATTERN not in cable
+    capture = (tmp_path / "capture").read_bytes()
+    assert len(capture) > 2_000_000, "the data was captured"
+    assert PATTERN not in capture
     hidden = secrets(tmp_path)
     assert len(hidden) == 2 + 4 * 3
     for secret in hidden:
-        assert secret not in cable
+        assert secret not in capture
     assert not [end.stderr for end in ends if "insecure" in end.stderr]
 
 
-def test_insecure_is_warned_of_once_and_bytes_travel_in_plain(hosts: Hosts, tmp_path: Path) -> None:
-    with hosts.heard(tmp_path / "cable"):
+def test_insecure_logs_one_warning_and_sends_bytes_in_plain(hosts: Hosts, tmp_path: Path) -> None:
+    with hosts.captured(tmp_path / "capture"):
         ends = run(hosts, tmp_path, 1, "--address", "10.77.0.1", "--insecure")
-    cable = (tmp_path / "cable").read_bytes()
-    assert PATTERN * 8 in cable, "what the other tests look for can be found"
+    capture = (tmp_path / "capture").read_bytes()
+    assert PATTERN * 8 in capture, "secrets sent in plain are found in the capture"
     for secret in secrets(tmp_path):
-        assert secret not in cable, "the token is proven, not sent"
+        assert secret not in capture, "the token is not sent"
     assert sum(end.stderr.count("insecure") for end in ends) == 1, ends
 
 
@@ -93,13 +93,13 @@ def test_every_collective_is_right_between_hosts(
 
 @pytest.mark.parametrize("address", ["fd77::1", "10.77.0.1"])
 def test_quic_between_hosts_is_right_and_shows_nothing(hosts: Hosts, tmp_path: Path, address: str) -> None:
-    with hosts.heard(tmp_path / "cable"):
+    with hosts.captured(tmp_path / "capture"):
         run(hosts, tmp_path, 2, "--address", address, backend="quic")
-    cable = (tmp_path / "cable").read_bytes()
-    assert len(cable) > 1_000_000, "the data did cross"
-    assert PATTERN not in cable
+    capture = (tmp_path / "capture").read_bytes()
+    assert len(capture) > 1_000_000, "the data was captured"
+    assert PATTERN not in capture
     for secret in secrets(tmp_path):
-        assert secret not in cable
+        assert secret not in capture
 
 
 def test_quic_to_an_advertised_address_is_right(hosts: Hosts, tmp_path: Path) -> None:
@@ -107,8 +107,8 @@ def test_quic_to_an_advertised_address_is_right(hosts: Hosts, tmp_path: Path) ->
 
 
 def test_iroh_between_hosts_is_right_and_shows_nothing(hosts: Hosts, tmp_path: Path) -> None:
-    with hosts.heard(tmp_path / "cable"):
+    with hosts.captured(tmp_path / "capture"):
         run(hosts, tmp_path, 1, "--address", "fd77::1", backend="iroh")
-    cable = (tmp_path / "cable").read_bytes()
-    assert len(cable) > 1_000_000, "the data did cross"
-    assert PATTERN not in cable
+    capture = (tmp_path / "capture").read_bytes()
+    assert len(capture) > 1_000_000, "the data was captured"
+    assert PATTERN not in capture

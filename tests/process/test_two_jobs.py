@@ -127,7 +127,7 @@ def test_a_rank_that_was_there_before_the_others_met_is_refused_at_once(start: S
     assert left.ended() == 3
 
 
-def test_the_next_job_waits_for_a_rank_0_that_still_has_something_to_do(start: Start) -> None:
+def test_the_next_job_waits_until_rank_0_of_the_first_has_ended(start: Start) -> None:
     first = [start("A", rank) for rank in range(2)]
     for rank in first:
         rank.begin()
@@ -150,7 +150,7 @@ def test_the_next_job_waits_for_a_rank_0_that_still_has_something_to_do(start: S
     assert (host.ended(), later.ended()) == (0, 0)
 
 
-def test_no_second_world_forms_of_what_a_short_one_has_left(start: Start) -> None:
+def test_no_second_world_forms_of_the_remaining_ranks_after_a_short_one(start: Start) -> None:
     """All four ranks are started together; the first world has ended before the other two ranks ask."""
     first, second, *rest = start("A", 0), start("B", 1), start("B", 0), start("A", 1, timeout=1.0)
     for rank in (first, second):

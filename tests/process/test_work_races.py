@@ -60,7 +60,7 @@ def test_a_work_that_is_only_polled_expires(world: MakeWorld, how: str):
         work = comms[0].start.recv(np.zeros(3), src=1, **given)
         began = time.monotonic()
         while not work.done():
-            assert time.monotonic() < began + PATIENCE_S, "it never expires"
+            assert time.monotonic() < began + PATIENCE_S, "the work does not expire"
         with pytest.raises(DeadlineExceeded):
             work.wait()
 
@@ -71,7 +71,7 @@ def test_a_polled_collective_fails_when_another_rank_fails(world: MakeWorld):
     other = waiting(lambda: comms[1].abort("for the test"))
     began = time.monotonic()
     while not work.done():
-        assert time.monotonic() < began + PATIENCE_S, "nobody told it"
+        assert time.monotonic() < began + PATIENCE_S, "the failure was not reported"
     other.outcome()
     with pytest.raises(UnisonoError):
         work.wait()
@@ -89,7 +89,7 @@ def test_any_real_number_is_a_timeout_of_a_wait(world: MakeWorld, seconds: Any):
 
 
 @pytest.mark.parametrize("seconds", ["soon", -1, -0.5, float("nan"), True, 1j, [1]])
-def test_what_is_no_number_of_seconds_is_refused_and_the_work_goes_on(world: MakeWorld, seconds: Any):
+def test_an_invalid_timeout_is_refused_and_the_work_goes_on(world: MakeWorld, seconds: Any):
     comms = world(2)
     works = [comm.start.all_reduce(np.arange(5.0) + comm.rank) for comm in comms]
     if not works[0].done():

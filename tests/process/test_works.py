@@ -46,7 +46,7 @@ def adopted(comm: Communicator) -> int:
 def wait_until(is_so: Callable[[], object]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not is_so():
-        assert time.monotonic() < deadline, "it never happened"
+        assert time.monotonic() < deadline, "the condition did not become true"
         time.sleep(0.001)
 
 
@@ -205,7 +205,7 @@ def test_a_callback_that_raises_is_logged_and_the_next_one_runs(world: MakeWorld
     assert caplog.text.count("a callback of a work failed") == 2
 
 
-def test_what_cannot_be_called_is_refused(world: MakeWorld):
+def test_a_callback_that_is_not_callable_is_refused(world: MakeWorld):
     comms = world(2)
     work = comms[0].start.send(np.arange(3), dst=1)
     with pytest.raises(UsageError, match="cannot be called"):
@@ -270,7 +270,7 @@ def test_as_completed_gives_each_work_once_as_it_ends(world: MakeWorld):
     assert list(given) == list(uni.as_completed([])) == []
 
 
-def test_what_is_no_work_is_refused(world: MakeWorld):
+def test_a_wait_for_something_else_than_a_work_is_refused(world: MakeWorld):
     comms = world(2)
     work = comms[0].start.send(np.arange(3), dst=1)
     for wait in (uni.wait_any, uni.wait_some):
@@ -509,7 +509,7 @@ def test_a_dropped_work_goes_on_and_frees_its_memory_when_it_ends(world: MakeWor
         if is_late:
             comms[0]._group.state.adopt_started(all_messages=True)  # a message does not stall
             wait_until(lambda: adopted(comms[0]) and adopted(comms[1]))
-        assert dropped[0]() is not None, "the engine reads it"
+        assert dropped[0]() is not None, "the engine still reads the memory"
         before = rss()
         comms[1].recv(taken, src=0)
         assert np.array_equal(taken, np.arange(300_007.0))

@@ -12,7 +12,7 @@ import unisono as uni
 from unisono.errors import PeerLost
 from unisono.simulation import Kill, Killed, now, sleep
 
-HEARD_WITHIN_S = 0.5  # docs/failure.md, in virtual seconds
+REPORTED_WITHIN_S = 0.5  # docs/failure.md, in virtual seconds
 
 
 def seeds(number: int) -> pytest.MarkDecorator:
@@ -41,23 +41,23 @@ def survive_and_leave(comm: uni.Communicator, seed: int, ends: dict[int, float])
         raise error or AssertionError("no rank died")
 
 
-@pytest.mark.parametrize("live", [survive, survive_and_leave])
+@pytest.mark.parametrize("program", [survive, survive_and_leave])
 @seeds(64)
-def test_every_survivor_learns_which_rank_died(seed: int, live: Any) -> None:
+def test_every_survivor_learns_which_rank_died(seed: int, program: Any) -> None:
     """The error names no other rank, although others leave after the death; completed results are right."""
     rng = random.Random(f"victims {seed}")
     size = rng.randint(2, 8)
     victim = rng.randrange(size)
     ends: dict[int, float] = {}
     faults = [Kill(victim, at_step=rng.randint(1, 150))]
-    results = uni.simulate(live, size, seed, ends, seed=seed, config=SMALL, faults=faults).results
+    results = uni.simulate(program, size, seed, ends, seed=seed, config=SMALL, faults=faults).results
     for rank, error in enumerate(results):
         if rank == victim:
             assert isinstance(error, Killed)
         else:
             assert isinstance(error, PeerLost), f"rank {rank}: {error!r}"
             assert error.ranks == (victim,), f"rank {rank}: {error}"
-            assert ends[rank] - ends[victim] < HEARD_WITHIN_S, f"rank {rank}"
+            assert ends[rank] - ends[victim] < REPORTED_WITHIN_S, f"rank {rank}"
 
 
 @seeds(24)
@@ -68,12 +68,12 @@ def test_two_deaths_are_both_reported_and_no_other_rank_is_blamed(seed: int) -> 
     step = rng.randint(1, 120)
     faults = [Kill(victims[0], at_step=step), Kill(victims[1], at_step=step + rng.randint(0, 3))]
 
-    def live(comm: uni.Communicator, ends: dict[int, float]) -> tuple[PeerLost, PeerLost]:
+    def program(comm: uni.Communicator, ends: dict[int, float]) -> tuple[PeerLost, PeerLost]:
         error = survive(comm, seed, ends)
         sleep(1.0)
         return error, ended_by(PeerLost, comm.barrier)
 
-    results = uni.simulate(live, size, {}, seed=seed, config=SMALL, faults=faults).results
+    results = uni.simulate(program, size, {}, seed=seed, config=SMALL, faults=faults).results
     dead = {rank for rank, result in enumerate(results) if isinstance(result, Killed)}
     assert dead
     assert dead <= set(victims)

@@ -183,7 +183,7 @@ def test_a_short_partition_only_delays() -> None:
     assert result.results == [10] * 4
 
 
-def test_a_long_partition_leaves_two_sides_that_gave_each_other_up() -> None:
+def test_a_long_partition_lets_each_side_lose_the_other() -> None:
     fault = Partition([[0, 1], [2, 3]], 0.25, 10.0)
     result = uni.simulate(reduce_often, 4, 100, network=NETWORK, faults=[fault])
     for rank, outcome in enumerate(result.results):
@@ -241,7 +241,7 @@ def test_deadlines_are_virtual() -> None:
     assert uni.simulate(program, 2).raise_first().results == [1000.0, 2000.0]
 
 
-def test_loops_that_ask_without_waiting_come_to_an_end() -> None:
+def test_loops_that_poll_without_waiting_end() -> None:
     def program(world: uni.Communicator) -> Any:
         work = world.start.all_reduce(ramp(1021, world.rank))
         asked = 0

@@ -549,7 +549,7 @@ def test_a_rank_paused_at_a_step_stands_still_before_it() -> None:
     assert times == [LATENCY + byte, 1 + LATENCY + byte, 1 + LATENCY + 2 * byte]
 
 
-def test_a_silent_rank_is_given_up_by_all_and_finds_them_gone() -> None:
+def test_a_silent_rank_is_lost_to_all_and_finds_them_lost() -> None:
     def wait(me: Rank) -> Any:
         with pytest.raises(PeerLost) as caught:
             me.recv(0 if me.rank == 1 else 1)
@@ -599,7 +599,7 @@ def test_a_drop_closes_one_way_only() -> None:
     assert times == [LATENCY + 1 / SPEED, 1.0 + LATENCY]
 
 
-def test_after_a_verdict_nothing_passes_even_when_the_network_heals() -> None:
+def test_no_message_passes_after_a_declared_death_even_if_the_network_heals() -> None:
     def program(me: Rank) -> Any:
         me.send(1 - me.rank, b"too late")
         sleep(6)
@@ -612,7 +612,7 @@ def test_after_a_verdict_nothing_passes_even_when_the_network_heals() -> None:
     simulated(program, 2, faults=[Partition([[0], [1]], 0.0, 4.0)]).raise_first()
 
 
-def test_a_partition_leaves_each_side_to_itself() -> None:
+def test_a_partition_lets_each_side_lose_the_other() -> None:
     def look(me: Rank) -> Any:
         sleep(8)
         mates = [rank for rank in range(4) if rank // 2 == me.rank // 2 and rank != me.rank]
@@ -729,7 +729,7 @@ def test_a_program_may_survive_a_deadlock() -> None:
     assert simulated(program, 2).raise_first().results == [b"again"] * 2
 
 
-def test_a_rank_paused_for_ever_is_given_up_and_ends_with_the_others() -> None:
+def test_a_rank_paused_for_ever_is_lost_and_ends_with_the_others() -> None:
     result = simulated(lambda me: me.recv(1 - me.rank), 2, faults=[Pause(1, 0.5)])
     assert isinstance(result.results[0], PeerLost)
     assert isinstance(result.results[1], Killed)
@@ -820,7 +820,7 @@ def test_a_simulation_inside_another_is_refused() -> None:
     assert run(lambda backend: 5, 1).results == [5]
 
 
-def test_a_backend_is_of_no_use_after_the_simulation() -> None:
+def test_a_backend_refuses_calls_after_the_simulation() -> None:
     kept: list[Rank] = []
     simulated(kept.append, 1)
     kept[0].backend.close()

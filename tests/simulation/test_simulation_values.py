@@ -48,7 +48,7 @@ from unisono.simulation.verdicts import Silence
         lambda: Link(latency_s=-1),
     ],
 )
-def test_a_senseless_fault_or_network_is_refused_when_it_is_made(make: Any) -> None:
+def test_an_invalid_fault_or_network_is_refused_when_it_is_made(make: Any) -> None:
     with pytest.raises(UsageError):
         make()
 
@@ -70,7 +70,7 @@ def test_a_senseless_fault_or_network_is_refused_when_it_is_made(make: Any) -> N
         {"faults": ["kill rank 0"]},
     ],
 )
-def test_what_does_not_fit_the_world_is_refused_before_it_runs(arguments: dict[str, Any]) -> None:
+def test_arguments_that_do_not_fit_the_world_are_refused_before_it_runs(arguments: dict[str, Any]) -> None:
     ran = []
     with pytest.raises(UsageError):
         run(ran.append, **{"n": 2, **arguments})
@@ -92,7 +92,7 @@ def test_a_link_is_like_the_network_except_where_it_says_so() -> None:
     assert network.pace(1, 0).latency_s == 1e-3
 
 
-def test_a_rank_is_silent_until_every_reason_has_gone() -> None:
+def test_a_rank_is_silent_until_every_cause_has_ended() -> None:
     silence = Silence()
     assert silence.begin(1.0)
     assert not silence.begin(2.0)

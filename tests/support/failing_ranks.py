@@ -24,16 +24,16 @@ from unisono.plans import CATALOG
 
 __all__ = [
     "CTRL_C_WITHIN_S",
-    "HEARD_WITHIN_S",
     "NAMED",
+    "REPORTED_WITHIN_S",
     "SMALL",
-    "Fragile",
-    "Mishap",
+    "DyingBackend",
+    "ProgramError",
     "backend_of",
     "close_all",
+    "dying_worlds",
     "ended_by",
-    "fragile_worlds",
-    "heard_in_time",
+    "ends_in_time",
     "is_in_time",
     "metronome",
     "one_collective",
@@ -43,7 +43,7 @@ __all__ = [
     "survive_and_leave",
 ]
 
-HEARD_WITHIN_S = 1.0
+REPORTED_WITHIN_S = 1.0
 CTRL_C_WITHIN_S = 0.4
 # Short segments and little credit: many messages, so a rank can die at many points.
 SMALL = Config(segment_bytes=256, eager_bytes=128, eager_credit_bytes=1024, window_segments=2)
@@ -72,7 +72,7 @@ def metronome() -> Iterator[Metronome]:
 _metronome: Metronome
 
 
-class Fragile(LocalBackend):
+class DyingBackend(LocalBackend):
     """A rank that dies when it begins its `fatal`-th send or receive."""
 
     fatal: int | None = None
@@ -100,8 +100,8 @@ class Fragile(LocalBackend):
             self.kill()
 
 
-def fragile_worlds(size: int, fatal: dict[int, int], config: Config = SMALL) -> list[uni.Communicator]:
-    backends = Fragile.create(size, config)
+def dying_worlds(size: int, fatal: dict[int, int], config: Config = SMALL) -> list[uni.Communicator]:
+    backends = DyingBackend.create(size, config)
     worlds = [uni.Communicator.world(backend) for backend in backends]
     for rank, step in fatal.items():
         # Counting starts here: messages that set up a communicator are not part of the program.
@@ -120,12 +120,12 @@ def close_all(worlds: list[uni.Communicator]) -> None:
 
 def is_in_time(begun: float, ended: float) -> bool:
     late_s: float = _metronome.fair_s(begun, ended)
-    return late_s < HEARD_WITHIN_S
+    return late_s < REPORTED_WITHIN_S
 
 
 @contextmanager
-def heard_in_time() -> Iterator[None]:
-    """Check that the block ends within `HEARD_WITHIN_S`."""
+def ends_in_time() -> Iterator[None]:
+    """Check that the block ends within `REPORTED_WITHIN_S`."""
     begun = time.monotonic()
     yield
     assert is_in_time(begun, time.monotonic())
@@ -200,17 +200,17 @@ def survive(comm: uni.Communicator, seed: int, turns: int = 400) -> tuple[float,
 
 def survive_and_leave(comm: uni.Communicator, seed: int) -> tuple[float, UnisonoError]:
     """The same inside `with comm`, which the error leaves; the first call may already find a dead rank."""
-    heard: tuple[float, UnisonoError] | None = None
+    failure: tuple[float, UnisonoError] | None = None
     try:
         with comm:
-            heard = survive(comm, seed)
-            raise heard[1] if heard is not None else AssertionError("nobody died")
+            failure = survive(comm, seed)
+            raise failure[1] if failure is not None else AssertionError("no rank died")
     except UnisonoError as error:
-        return heard or (time.monotonic(), error)
+        return failure or (time.monotonic(), error)
 
 
 # -- a rank whose program raises --------------------------------------------------------------------------
 
 
-class Mishap(Exception):
+class ProgramError(Exception):
     pass

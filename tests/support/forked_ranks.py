@@ -20,7 +20,7 @@ def fork_ranks(size: int, be_rank: Callable[[int], None]) -> list[int]:
     for rank in range(size):
         pid = os.fork()
         if pid == 0:
-            _live(be_rank, rank)
+            _run_rank(be_rank, rank)
         children.append(pid)
     codes: dict[int, int] = {}
     while len(codes) < size:
@@ -32,7 +32,7 @@ def fork_ranks(size: int, be_rank: Callable[[int], None]) -> list[int]:
     return [codes[pid] for pid in children]
 
 
-def _live(be_rank: Callable[[int], None], rank: int) -> None:
+def _run_rank(be_rank: Callable[[int], None], rank: int) -> None:
     """Run one rank from fork to exit."""
     code = 1
     try:

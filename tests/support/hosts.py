@@ -20,7 +20,7 @@ __all__ = ["Hosts", "hosts"]
 _CLONE_NEWNET = 0x40000000
 
 # Captures every packet of the interface until standard input ends. Prints a line once it captures.
-_EAR = """
+_CAPTURE = """
 import select, socket, sys
 ear = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
 ear.setsockopt(socket.SOL_SOCKET, 33, 64 << 20)  # SO_RCVBUFFORCE
@@ -52,7 +52,7 @@ class Hosts(tuple[str, str]):
                 raise OSError(ctypes.get_errno(), "setns")
 
     @contextlib.contextmanager
-    def scissors(self) -> Iterator[Callable[[int, bool], None]]:
+    def link_cutter(self) -> Iterator[Callable[[int, bool], None]]:
         """Yield `cut(host, is_cut)`: from then on packets that the host sends are lost, or arrive again."""
         with contextlib.ExitStack() as stack:
             tools, cards = [], []
@@ -75,9 +75,9 @@ class Hosts(tuple[str, str]):
             yield cut
 
     @contextlib.contextmanager
-    def heard(self, file: Path) -> Iterator[None]:
+    def captured(self, file: Path) -> Iterator[None]:
         """Write every packet between the hosts into a file."""
-        command = self.command(0, "-c", _EAR, self.interfaces[0], str(file))
+        command = self.command(0, "-c", _CAPTURE, self.interfaces[0], str(file))
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as ear:
             assert ear.stdin is not None
             assert ear.stdout is not None

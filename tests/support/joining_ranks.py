@@ -30,17 +30,17 @@ __all__ = [
     "MakeSeed",
     "Ranks",
     "a_request",
-    "answer",
+    "authenticated",
     "connected",
     "enter_by",
-    "is_hung_up",
+    "first_reply",
+    "is_closed_by_seed",
     "join_alone",
     "make_seed",
-    "nobody_there",
-    "proven",
-    "secured",
+    "ticket_without_seed",
     "tls",
-    "until",
+    "wait_until",
+    "with_tls",
 ]
 
 PATIENCE_S = 30.0
@@ -103,7 +103,7 @@ def connected(seed: Seed) -> socket.socket:
     return sock
 
 
-def is_hung_up(sock: socket.socket) -> bool:
+def is_closed_by_seed(sock: socket.socket) -> bool:
     """Wait until the seed closes the connection; everything received before that is discarded."""
     try:
         while sock.recv(4096):
@@ -113,7 +113,7 @@ def is_hung_up(sock: socket.socket) -> bool:
     return True
 
 
-def secured(sock: socket.socket, **options: Any) -> ssl.SSLSocket:
+def with_tls(sock: socket.socket, **options: Any) -> ssl.SSLSocket:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -124,18 +124,18 @@ def secured(sock: socket.socket, **options: Any) -> ssl.SSLSocket:
     return context.wrap_socket(sock)
 
 
-def proven(seed: Seed) -> tuple[socket.socket, Frames]:
+def authenticated(seed: Seed) -> tuple[socket.socket, Frames]:
     """A connection that has proven that it knows the token, and has sent no request yet."""
     sock = connected(seed)
     if not seed.ticket.is_plain:
-        sock = secured(sock, alpn=protocol.ALPN)
+        sock = with_tls(sock, alpn=protocol.ALPN)
     client = JoinClient(seed.ticket.token, seed.ticket.ca_fingerprint or bytes(32), secrets.token_bytes(32))
     sock.sendall(client.hello())
     sock.sendall(client.proof(sock.recv(client.greeting_bytes, socket.MSG_WAITALL * seed.ticket.is_plain)))
     return sock, client.frames(sock.recv(client.answer_bytes))
 
 
-def answer(sock: socket.socket, frames: Frames) -> protocol.Reply:
+def first_reply(sock: socket.socket, frames: Frames) -> protocol.Reply:
     """Wait for the seed's first reply."""
     bodies: list[bytes] = []
     while not bodies:
@@ -162,7 +162,7 @@ def a_request(**changes: Any) -> protocol.Request:
     return protocol.Request(**given)
 
 
-def nobody_there() -> Ticket:
+def ticket_without_seed() -> Ticket:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     return Ticket.create(Address("127.0.0.1", port))
@@ -180,7 +180,7 @@ def join_alone(given: str, timeout: float) -> View:
     )
 
 
-def until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
@@ -191,14 +191,14 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def enter_by(
-    place: LaunchInfo, timeout: float = PATIENCE_S, config: Config | None = None
+    info: LaunchInfo, timeout: float = PATIENCE_S, config: Config | None = None
 ) -> tuple[View, ListenSpec]:
-    sites: list[ListenSpec] = []
+    listens: list[ListenSpec] = []
 
-    def card(site: ListenSpec) -> bytes:
-        sites.append(site)
-        return b"card %d" % site.rank
+    def card(listen: ListenSpec) -> bytes:
+        listens.append(listen)
+        return b"card %d" % listen.rank
 
-    entry: Entry = enter(place, make_card=card, config=config or Config(), version=VERSION, timeout=timeout)
+    entry: Entry = enter(info, make_card=card, config=config or Config(), version=VERSION, timeout=timeout)
     with entry:
-        return entry.view, sites[0]
+        return entry.view, listens[0]

@@ -39,33 +39,33 @@ _given = Config()
 
 
 @contextlib.contextmanager
-def enter(place: LaunchInfo, backend: str, config: Config, timeout: float) -> Iterator[LaunchInfo]:
+def enter(info: LaunchInfo, backend: str, config: Config, timeout: float) -> Iterator[LaunchInfo]:
     global _given
     _given = config
     if backend == "meet":
-        assert place.source is not None
+        assert info.source is not None
         with join_world(
-            place, make_card=lambda site: b"%d" % site.rank, config=config, version="1", timeout=timeout
+            info, make_card=lambda listen: b"%d" % listen.rank, config=config, version="1", timeout=timeout
         ) as entry:
-            assert entry.view.cards == [b"%d" % rank for rank in range(place.size)]
-            yield place
+            assert entry.view.cards == [b"%d" % rank for rank in range(info.size)]
+            yield info
     else:
-        yield place
+        yield info
 
 
-def add(place: LaunchInfo, x: np.ndarray[Any, Any], y: int) -> tuple[int, float]:
-    return place.rank, float(x.sum()) + y
+def add(info: LaunchInfo, x: np.ndarray[Any, Any], y: int) -> tuple[int, float]:
+    return info.rank, float(x.sum()) + y
 
 
-def move(place: LaunchInfo, point: Point) -> Point:
-    return Point(point.x + place.rank, point.y * place.rank)
+def move(info: LaunchInfo, point: Point) -> Point:
+    return Point(point.x + info.rank, point.y * info.rank)
 
 
-def big(place: LaunchInfo, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return x + place.rank
+def big(info: LaunchInfo, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return x + info.rank
 
 
-def environment_of(place: LaunchInfo) -> dict[str, Any]:
+def environment_of(info: LaunchInfo) -> dict[str, Any]:
     return {
         "env": {
             name: text for name, text in os.environ.items() if name.startswith(("UNISONO", "RANK", "MINE"))
@@ -80,8 +80,8 @@ class Odd(Exception):
     """An exception that is not built in."""
 
 
-def fail(place: LaunchInfo, kind: str) -> None:
-    if place.rank != 1:
+def fail(info: LaunchInfo, kind: str) -> None:
+    if info.rank != 1:
         threading.Event().wait()
     if kind == "key":
         raise KeyError("no", 7)
@@ -95,25 +95,25 @@ def fail(place: LaunchInfo, kind: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def blame(place: LaunchInfo) -> None:
+def blame(info: LaunchInfo) -> None:
     """Ranks 0 and 2 get rank 1's error before rank 1's process has printed it."""
-    if place.rank == 1:
+    if info.rank == 1:
         time.sleep(0.3)  # the order of events is what is tested
         raise ValueError("the root of it")
     raise PeerLost("rank 1 is gone", ranks=(1,))
 
 
-def opaque(place: LaunchInfo) -> Any:
+def opaque(info: LaunchInfo) -> Any:
     return threading.Lock()
 
 
-def hang(place: LaunchInfo, who: int) -> None:
-    if place.rank >= who:
+def hang(info: LaunchInfo, first: int) -> None:
+    if info.rank >= first:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         threading.Event().wait()
 
 
-def tell_pid(place: LaunchInfo, descriptor: int) -> None:
+def tell_pid(info: LaunchInfo, descriptor: int) -> None:
     os.write(1, b"%d\n" % os.getpid())  # one write: the ranks share the pipe
     threading.Event().wait()
 
@@ -146,10 +146,10 @@ def case_environment(*_: str) -> Any:
 
 
 def case_closure() -> Any:
-    def inner(place: LaunchInfo) -> None: ...
+    def inner(info: LaunchInfo) -> None: ...
 
     texts = []
-    for fn in (inner, lambda place: None, "x".join):
+    for fn in (inner, lambda info: None, "x".join):
         try:
             start(fn, 2)
         except uni.UsageError as error:

@@ -248,7 +248,7 @@ def prefix(op: str, contributions: Sequence[Array], rank: int, name: str, *, exc
 # -- arrays of every family -------------------------------------------------------------------------------
 
 
-def dressed(kind: str, array: Array) -> Any:
+def in_family(kind: str, array: Array) -> Any:
     """The array in a form that a user may pass: a NumPy array, a torch tensor, or raw memory with a type."""
     if kind == "numpy":
         return array
@@ -263,7 +263,7 @@ def dressed(kind: str, array: Array) -> Any:
     return uni.typed(array.view(f"u{array.dtype.itemsize}") if array.itemsize <= 8 else array, name)
 
 
-def undressed(x: Any) -> Array:
+def as_numpy(x: Any) -> Array:
     """The result of a verb, in any of these forms, as a NumPy array."""
     if isinstance(x, uni.Typed):
         return x.data.view(dtype_of(x.dtype.name))
@@ -303,7 +303,7 @@ def differs(got: Any, want: Any) -> str | None:
             return f"got {got!r}, not a list of {len(want)}"
         pairs = enumerate(zip(got, want, strict=True))
         return next((f"[{i}] {d}" for i, (g, w) in pairs if (d := differs(g, w))), None)
-    mine, theirs = undressed(got), np.asarray(want)
+    mine, theirs = as_numpy(got), np.asarray(want)
     if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
         return f"got {mine.dtype}{list(mine.shape)}, not {theirs.dtype}{list(theirs.shape)}"
     if mine.tobytes() == theirs.tobytes():

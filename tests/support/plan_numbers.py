@@ -48,7 +48,7 @@ class Numbers:
                     arrived, dst = wires[step.peer, rank].pop(0), self._view(rank, step.dst)
                     assert arrived.size == dst.size, (rank, step)
                     dst[:] = _sum(arrived, dst, step.left) if isinstance(step, RecvReduce) else arrived
-        assert not any(wires.values()), "a message that nobody receives"
+        assert not any(wires.values()), "a message that is not received"
 
     def _run_local(self, rank: int, steps: list[BoundStep]) -> None:
         for step in steps:

@@ -121,7 +121,7 @@ class Ranks:
 
     def start(
         self,
-        live: Callable[[Any, Connection], Any],
+        program: Callable[[Any, Connection], Any],
         size: int,
         *,
         kind: str = "shm",
@@ -129,7 +129,7 @@ class Ranks:
         links: Callable[[int], dict[str, Any]] | None = None,
         bind: Callable[[BindSpec], UnconnectedBackend] | None = None,
     ) -> None:
-        """Fork the ranks: each calls `live(backend, pipe)` with a backend that is connected.
+        """Fork the ranks: each calls `program(backend, pipe)` with a backend that is connected.
 
         `links(rank)` is called in the rank's own process and gives further settings of its backend, beside
         those of `kind`. `bind(spec)`, which binds another backend, is also called there.
@@ -148,17 +148,17 @@ class Ranks:
                 opened = partial(native_rank, self.folder, settings, shown[rank])
                 if bind is not None or kind in BINDERS:
                     opened = partial(bound_rank, bind or BINDERS[kind])
-                _be_rank(live, partial(opened, rank, size, config), rank, pairs, self.folder)
+                _be_rank(program, partial(opened, rank, size, config), rank, pairs, self.folder)
             self.pids.append(pid)
         for ours, theirs in pairs:
             theirs.close()
             self.pipes.append(ours)
-        cards = [self.hear(rank) for rank in range(size)]
+        cards = [self.receive(rank) for rank in range(size)]
         for pipe in self.pipes:
             with contextlib.suppress(OSError):
                 pipe.send(cards)
 
-    def hear(self, rank: int, timeout: float = PATIENCE_S) -> Any:
+    def receive(self, rank: int, timeout: float = PATIENCE_S) -> Any:
         assert self.pipes[rank].poll(timeout), f"rank {rank} sends nothing within {timeout:g} s"
         said = self.pipes[rank].recv()
         if isinstance(said, Failed):
@@ -219,12 +219,12 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def forked(live: Callable[[Any, Connection], Any], size: int, **how: Any) -> Iterator[Ranks]:
+def forked(program: Callable[[Any, Connection], Any], size: int, **how: Any) -> Iterator[Ranks]:
     """Ranks that are killed at the end of the block if they are still alive."""
     folder = tempfile.mkdtemp(prefix="unisono-test-")  # mode 0700
     ranks = Ranks(folder)
     try:
-        ranks.start(live, size, **how)
+        ranks.start(program, size, **how)
         yield ranks
     finally:
         ranks.end()
@@ -241,11 +241,11 @@ def run_processes(
 ) -> list[Any]:
     """Run `fn(comm, *args)` on new ranks, inside `with comm`; return the result of each, or a Failed."""
 
-    def live(backend: Backend, pipe: Connection) -> Any:
+    def program(backend: Backend, pipe: Connection) -> Any:
         with Communicator.world(backend) as comm:
             return fn(comm, *args)
 
-    with forked(live, size, kind=kind, config=config) as ranks:
+    with forked(program, size, kind=kind, config=config) as ranks:
         results = [ranks.result(rank, patience_s) for rank in range(size)]
         for rank in range(size):
             assert ranks.code(rank) == 0, f"rank {rank} ended with {ranks.codes[rank]}"
@@ -295,7 +295,7 @@ def bound_rank(
 
 
 def _be_rank(
-    live: Callable[[Any, Connection], Any],
+    program: Callable[[Any, Connection], Any],
     opened: Callable[[Connection], Backend],
     rank: int,
     pairs: list[tuple[Connection, Connection]],
@@ -318,7 +318,7 @@ def _be_rank(
             try:
                 backend = opened(pipe)
                 stack.callback(backend.close)
-                pipe.send(_Returned(live(backend, pipe)))
+                pipe.send(_Returned(program(backend, pipe)))
             except BaseException as error:
                 pipe.send(Failed.by(error))
     except BaseException:

@@ -15,7 +15,7 @@ from tests.support.relay import Relay
 from unisono.backends.native.backend import NativeBackend
 from unisono.core.request import Request
 
-__all__ = ["PATIENCE_S", "Make", "exchanged", "make", "over", "settled"]
+__all__ = ["PATIENCE_S", "Make", "exchange", "make", "ranks_through", "wait_for_all"]
 
 PATIENCE_S = 30.0
 
@@ -47,7 +47,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         backend.close()
 
 
-def over(between: Relay, make: Make, **how: Any) -> list[NativeBackend]:
+def ranks_through(between: Relay, make: Make, **how: Any) -> list[NativeBackend]:
     """Two ranks, of which the first reaches the second through a relay."""
     issuer = Issuer(2)
     ranks = make(2, datagram_bytes=1452, **how)
@@ -61,15 +61,15 @@ def over(between: Relay, make: Make, **how: Any) -> list[NativeBackend]:
     return ranks
 
 
-def settled(*requests: Request) -> None:
+def wait_for_all(*requests: Request) -> None:
     """Wait until all requests have ended, with or without an error."""
     ends = time.monotonic() + PATIENCE_S
     while not all(request.done for request in requests):
-        assert time.monotonic() < ends, "it hangs"
+        assert time.monotonic() < ends, "a request does not end"
         time.sleep(0.001)
 
 
-def exchanged(one: NativeBackend, other: NativeBackend, tag: int = 1) -> None:
+def exchange(one: NativeBackend, other: NativeBackend, tag: int = 1) -> None:
     """Send one message each way, of which one is long, and check what arrives."""
     data = (np.arange(300_001) * 7 + tag).astype(np.uint8)
     into = np.zeros_like(data)
@@ -77,7 +77,7 @@ def exchanged(one: NativeBackend, other: NativeBackend, tag: int = 1) -> None:
     send = one.start_send(other.rank, 5, tag, memoryview(data))
     back = one.start_recv(other.rank, 5, tag, None)
     other.start_send(one.rank, 5, tag, memoryview(b"back"))
-    settled(receive, send, back)
+    wait_for_all(receive, send, back)
     for request in (receive, send, back):
         if request.error is not None:
             raise request.error

@@ -88,7 +88,7 @@ def torch_pool(checks: dict[str, Callable[[Pair], None]], size: int) -> Iterator
     """Ranks that run the checks until the end of the block."""
     folder = tempfile.mkdtemp(prefix="unisono-torch-")
 
-    def live(backend: Backend, pipe: Connection) -> None:
+    def program(backend: Backend, pipe: Connection) -> None:
         join_torch(backend.rank, size, folder)
         pairs = {}
         for members in range(2, size + 1):
@@ -108,7 +108,7 @@ def torch_pool(checks: dict[str, Callable[[Pair], None]], size: int) -> Iterator
             pipe.send(text)
         dist.destroy_process_group()
 
-    with forked(live, size) as ranks:
+    with forked(program, size) as ranks:
         pool = TorchPool(ranks.pipes, ranks.stacks)
         yield pool
         for pipe in ranks.pipes:

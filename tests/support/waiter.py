@@ -29,7 +29,7 @@ class Waiter(threading.Thread):
     def outcome(self) -> Any:
         """The result of the call, or the exception that ended it."""
         self.join(PATIENCE_S)
-        assert not self.is_alive(), "it waits for ever"
+        assert not self.is_alive(), "the call does not return"
         return self._ended
 
     def result(self) -> Any:

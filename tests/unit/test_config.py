@@ -99,7 +99,7 @@ def test_a_switch_is_written_in_words(word, monkeypatch):
         ("UNISONO_QQQ", "1", "is unknown; allowed: UNISONO_REPRODUCIBLE, "),
     ],
 )
-def test_a_senseless_variable_is_refused_with_what_is_allowed(variable, text, words, monkeypatch):
+def test_an_invalid_variable_is_refused_with_the_allowed_values(variable, text, words, monkeypatch):
     monkeypatch.setenv(variable, text)
     with pytest.raises(UsageError) as caught:
         Config()
@@ -124,7 +124,7 @@ def test_a_senseless_variable_is_refused_with_what_is_allowed(variable, text, wo
         ({"silence_s": 1.1e6}, "out of range; allowed: 0.01 to 1000000.0"),
     ],
 )
-def test_a_senseless_setting_is_refused_with_what_is_allowed(settings, words):
+def test_an_invalid_setting_is_refused_with_the_allowed_values(settings, words):
     with pytest.raises(UsageError) as caught:
         Config(**settings)
     assert words in str(caught.value)
@@ -174,7 +174,7 @@ def test_a_setting_reaches_the_ranks():
     "name", ["deadline_s", "stall_query_s", "stall_log_s", "flush_s", "deadlock_after_s"]
 )
 @pytest.mark.parametrize("value", [math.inf, 1e300])
-def test_never_is_a_time_that_ranks_can_wait_for(name, value):
+def test_ranks_can_wait_for_the_longest_times(name, value):
     """The range of the system's clock ends long before that of a float."""
     run_ranks(lambda comm: [comm.barrier() for _ in range(3)], 2, config=Config(**{name: value})).values()
 
@@ -244,7 +244,7 @@ def test_the_old_name_of_a_setting_is_refused_with_the_new_one(name, monkeypatch
 
 
 @pytest.mark.parametrize("value", [4, 5])
-def test_what_was_given_is_known_whatever_its_value_and_by_every_copy(
+def test_settings_that_the_user_gave_are_known_in_every_copy(
     value: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert Config().chosen("iroh_") == []

@@ -182,7 +182,7 @@ def test_a_refused_call_names_what_is_allowed_or_what_to_do() -> None:
     assert not silent
 
 
-def test_the_text_of_a_far_exception_names_its_last_line() -> None:
+def test_the_text_of_a_remote_exception_names_its_last_line() -> None:
     trace = (
         'Traceback (most recent call last):\n  File "/home/me/train.py", line 7, in main\n    step()\n'
         '  File "/home/me/model.py", line 42, in step\n    raise KeyError("w")\nKeyError: \'w\'\n'

@@ -21,7 +21,7 @@ def test_dir_shows_what_is_public_and_nothing_else(name: str) -> None:
         assert getattr(module, each) is not None, each
 
 
-def test_calls_between_ranks_are_found_where_everything_is() -> None:
+def test_the_module_of_remote_calls_is_found_in_the_package() -> None:
     assert "rpc" in dir(uni)
     assert uni.rpc.Agent.__name__ == "Agent"
     assert "__version__" in dir(uni)

@@ -131,7 +131,7 @@ def test_survivors_of_a_killed_rank_name_it(tmp_path: Path, program: Callable[[i
         except RuntimeError as error:
             raised_at, text = time.monotonic(), str(error)
         else:
-            raise AssertionError("it ended")
+            raise AssertionError("the training ended without an error")
         # Time in which the machine did not run this rank does not count.
         seconds = float(metronome.fair_s(float(killed_at.read_text()), raised_at))
         metronome.is_over = True
@@ -142,7 +142,7 @@ def test_survivors_of_a_killed_rank_name_it(tmp_path: Path, program: Callable[[i
 
     with forked(live, 3) as ranks:
         for rank in range(3):
-            assert ranks.hear(rank) == "under way"
+            assert ranks.receive(rank) == "under way"
         killed_at.write_text(str(time.monotonic()))
         ranks.signal(2, signal.SIGKILL)
         for rank in (0, 1):
@@ -452,7 +452,7 @@ def test_abort_ends_what_is_under_way_everywhere_and_shutdown_may_be_repeated(tm
     assert "abort" in second or "closed" in second
 
 
-def test_a_group_beside_another_default_backend_tells_global_ranks(tmp_path: Path):
+def test_a_group_beside_another_default_backend_names_global_ranks(tmp_path: Path):
     def program(rank: int) -> str:
         group = dist.new_group([1, 2], backend="unisono")
         everyone = dist.new_group([0, 1, 2], backend="unisono")

@@ -203,15 +203,15 @@ def test_a_program_of_torch_on_two_hosts_is_encrypted(hosts: Hosts, tmp_path: Pa
         words += ["--address", "10.77.0.1"] if number == 0 else []
         return run(hosts.command(number, "-m", "unisono", "run", *words, str(path)))
 
-    with hosts.heard(tmp_path / "cable"), ThreadPoolExecutor(2) as pool:
+    with hosts.captured(tmp_path / "capture"), ThreadPoolExecutor(2) as pool:
         ends = list(pool.map(node, (1, 0)))
     said = sorted(line for out, _ in ends for line in out.splitlines())
     assert said == [f"[{rank}] True {rank}" for rank in range(4)]
-    cable = (tmp_path / "cable").read_bytes()
-    assert len(cable) > 2_000_000, "the data did cross"
-    assert (0x5A17C3D2).to_bytes(8, "little") * 4 not in cable
-    assert b"unisono1://" not in cable, "torch's store is not encrypted, the ticket in it is"
-    assert b"sealed:" in cable
+    capture = (tmp_path / "capture").read_bytes()
+    assert len(capture) > 2_000_000, "the data was captured"
+    assert (0x5A17C3D2).to_bytes(8, "little") * 4 not in capture
+    assert b"unisono1://" not in capture, "torch's store is not encrypted, but the ticket in it is"
+    assert b"sealed:" in capture
 
 
 BOTH = """

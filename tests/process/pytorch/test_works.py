@@ -273,7 +273,7 @@ def messages_of_every_type_by_tag(pair: Pair) -> None:
 
 
 @check
-def a_message_from_anyone_tells_its_source(pair: Pair) -> None:
+def a_message_from_any_source_has_its_source(pair: Pair) -> None:
     if pair.rank == 0:
         sources = []
         for _ in range(1, pair.size):
@@ -504,7 +504,7 @@ def older_names_are_the_same_methods(pair: Pair) -> None:
 
 
 @check
-def a_barrier_names_who_does_not_come(pair: Pair) -> None:
+def a_monitored_barrier_names_the_absent_rank(pair: Pair) -> None:
     dist.monitored_barrier(pair.ours, timedelta(seconds=30))
     dist.monitored_barrier(pair.gloo, timedelta(seconds=30))
     short, last = timedelta(milliseconds=300), pair.size - 1

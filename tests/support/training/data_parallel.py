@@ -43,7 +43,7 @@ def ddp_overlaps(job: Job) -> Tensors:
         nonlocal overlapped
         deadline = time.monotonic() + 20
         while futures and not futures[0].done():
-            assert time.monotonic() < deadline, "the sum makes no progress while nobody waits for it"
+            assert time.monotonic() < deadline, "the sum makes no progress while no thread waits for it"
             time.sleep(0.0005)
         overlapped += bool(futures)
         futures.clear()

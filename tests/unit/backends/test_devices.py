@@ -172,7 +172,7 @@ def test_what_the_library_cannot_do_is_refused_before_anything_is_sent() -> None
     assert [library.calls for library in on_ranks(program)] == [[], []]
 
 
-def test_a_store_over_messages_tells_everyone() -> None:
+def test_a_store_over_messages_reaches_every_rank() -> None:
     backends = LocalBackend.create(3)
     stores = [store_over(backend) for backend in backends]
     found: list[bytes] = []

@@ -56,13 +56,13 @@ def test_many_ranks_need_few_descriptors_and_all_meet() -> None:
     before = len(os.listdir("/proc/self/fd"))
     worlds = uni.local(64)
 
-    def live(world: uni.Communicator) -> Any:
+    def program(world: uni.Communicator) -> Any:
         x = np.arange(64, dtype=np.int64) * 1000 + world.rank
         got = world.all_to_all(x)
         assert got.tolist() == [world.rank * 1000 + other for other in range(64)]
         return world.all_reduce(np.array([world.rank, 1]))
 
-    for total in run_each(live, worlds).values():
+    for total in run_each(program, worlds).values():
         assert total.tolist() == [64 * 63 // 2, 64]
     assert len(os.listdir("/proc/self/fd")) - before <= 5 * 64
     close_all(worlds)
@@ -74,13 +74,13 @@ def test_sums_of_any_length_are_right(count: int) -> None:
     """Lengths around the eager limit, and lengths at which ranks read each other's memory."""
     rows = np.stack([(np.arange(count) * (rank + 3)) % 251 for rank in range(4)]).astype(np.float64)
 
-    def live(world: uni.Communicator) -> Any:
+    def program(world: uni.Communicator) -> Any:
         for _ in range(3):  # the second call takes the fast path
             got = world.all_reduce(rows[world.rank].copy())
         return got
 
     worlds = uni.local(4)
-    for got in run_each(live, worlds).values():
+    for got in run_each(program, worlds).values():
         np.testing.assert_array_equal(got, rows.sum(0))
     close_all(worlds)
 
@@ -146,11 +146,11 @@ def test_a_rank_whose_thread_used_only_the_fast_path_and_ended_is_missed() -> No
     worlds = uni.local(2, QUICK)
     x = [np.ones(1), np.ones(1)]
 
-    def live(world: uni.Communicator) -> Any:
+    def program(world: uni.Communicator) -> Any:
         for _ in range(20 if world.rank else 21):
             world.all_reduce(x[world.rank])
 
-    ended = run_each(live, worlds)
+    ended = run_each(program, worlds)
     assert isinstance(ended[0], Deadlock), ended
     assert "rank 1" in str(ended[0])
     close_all(worlds)
@@ -160,11 +160,11 @@ def test_no_deadlock_while_a_thread_that_only_sends_may_send_again() -> None:
     """The thread of the test, which is older than the world, sends by the fast path, which runs no Python."""
     worlds = uni.local(2, QUICK)
 
-    def live(world: uni.Communicator) -> list[bytes]:
+    def program(world: uni.Communicator) -> list[bytes]:
         return [world.recv_bytes(1 - world.rank) for _ in range(2)]
 
     results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(run_each(live, worlds)))
+    thread = threading.Thread(target=lambda: results.append(run_each(program, worlds)))
     thread.start()
     for world in worlds:
         world.send(np.frombuffer(b"first", np.uint8), 1 - world.rank)
@@ -219,7 +219,7 @@ def test_no_deadlock_while_a_thread_waits_in_the_engine_and_another_is_between_c
     """Rank 0 waits in Python; rank 1 makes short calls to itself, which end in the engine."""
     worlds = uni.local(2, QUICK)
 
-    def live(world: uni.Communicator) -> Any:
+    def program(world: uni.Communicator) -> Any:
         x = np.zeros(1)
         if world.rank == 0:
             return world.recv(x, 1).source
@@ -230,7 +230,7 @@ def test_no_deadlock_while_a_thread_waits_in_the_engine_and_another_is_between_c
         world.send(x, 0)
         return None
 
-    assert run_each(live, worlds).values() == [1, None]
+    assert run_each(program, worlds).values() == [1, None]
     close_all(worlds)
 
 

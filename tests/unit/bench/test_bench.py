@@ -146,12 +146,12 @@ def test_other_files_are_refused(text: str) -> None:
         {"rounds": 0},
     ],
 )
-def test_senseless_options_are_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_options_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="allowed"):
         Options(**wrong)
 
 
-def test_systems_meet_those_with_the_same_link() -> None:
+def test_systems_are_compared_with_those_on_the_same_link() -> None:
     assert Options(links=["shm"]).systems() == ["unisono", "mpi", "gloo"]
     assert Options(links=["tcp"], peers=["mpi", "mpi-tcp"]).systems() == ["unisono-tcp", "mpi-tcp"]
 
@@ -195,7 +195,7 @@ CHECKED = [
 
 
 @pytest.mark.parametrize("row", CHECKED, ids=[row.name for row in CHECKED])
-def test_a_wrong_result_is_seen(row: Operation) -> None:
+def test_a_wrong_result_is_reported(row: Operation) -> None:
     with pytest.raises(ArithmeticError, match="on rank 1"):
         Forgetful().prepared(Case(row.name, 2, 4096, row.ways[0]), check=True)
 

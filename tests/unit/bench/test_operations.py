@@ -44,7 +44,7 @@ def test_every_verb_of_the_communicator_is_measured() -> None:
     assert not forgotten, f"add rows for {sorted(forgotten)} to unisono/bench/operations.py"
 
 
-def test_a_verb_that_is_not_in_the_table_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verb_that_is_not_in_the_table_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Communicator, "all_shuffle", lambda self, x: x, raising=False)
     with pytest.raises(AssertionError, match="all_shuffle"):
         test_every_verb_of_the_communicator_is_measured()

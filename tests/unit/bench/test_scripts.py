@@ -48,7 +48,7 @@ def test_the_slowest_rank_of_each_round_counts() -> None:
     assert script("limit").slowest(of_ranks) == [{"a": 3.0, "b": 5.0}, {"a": 2.0, "b": 2.0}]
 
 
-def test_a_halo_exchange_that_forgets_an_edge_is_found_out() -> None:
+def test_a_halo_exchange_that_forgets_an_edge_is_detected() -> None:
     halo = script("halo")
 
     def both(u: Any) -> None:

@@ -17,8 +17,8 @@ from tests.support.joining_ranks import (
     MakeSeed,
     Ranks,
     enter_by,
-    nobody_there,
-    until,
+    ticket_without_seed,
+    wait_until,
 )
 
 from unisono.bootstrap.address import Address
@@ -32,22 +32,22 @@ from unisono.errors import RendezvousError
 
 
 def test_ranks_of_one_job_meet_at_their_file(tmp_path: Path) -> None:
-    def place(rank: int) -> LaunchInfo:
+    def info(rank: int) -> LaunchInfo:
         started = Launch("Slurm", rank, 3, local_rank=rank, is_one_host=True, job="Slurm/1/0")
         return decide(started, Network(folder=str(tmp_path)))
 
-    source = place(0).source
+    source = info(0).source
     assert source is not None
-    source.write(nobody_there())  # the ticket of an earlier job of the same name
+    source.write(ticket_without_seed())  # the ticket of an earlier job of the same name
     with ThreadPoolExecutor(3) as pool:
-        entered = list(pool.map(lambda rank: enter_by(place(rank)), (2, 1, 0)))
-    for view, site in entered:
+        entered = list(pool.map(lambda rank: enter_by(info(rank)), (2, 1, 0)))
+    for view, listen in entered:
         assert view.cards == [b"card 0", b"card 1", b"card 2"]
-        assert site.bind == site.advertise == Address("127.0.0.1")
-        assert not site.is_encrypted
-        assert site.secret == view.secret
-        assert not site.folder.exists()  # removed by the last rank that left
-    assert len({site.folder for _, site in entered}) == 1
+        assert listen.bind == listen.advertise == Address("127.0.0.1")
+        assert not listen.is_encrypted
+        assert listen.secret == view.secret
+        assert not listen.folder.exists()  # removed by the last rank that left
+    assert len({listen.folder for _, listen in entered}) == 1
     assert source.path is not None
     assert not source.path.exists()
 
@@ -65,7 +65,7 @@ def test_a_file_of_a_seed_that_is_complete_is_an_old_one(tmp_path: Path, make_se
         return b"card %d" % len(made_for)
 
     waiting = ranks.start(0, source=source, card=card)
-    until(lambda: seed.counts["refused"] > 1)
+    wait_until(lambda: seed.counts["refused"] > 1)
     source.write(newer.ticket)
     view = waiting.result(PATIENCE_S)
     # The engine's secret comes from the ticket, so its card must be made for the right ticket, and only once.
@@ -100,7 +100,7 @@ def test_the_end_of_a_process_that_is_older_than_the_seed_is_another_jobs(
     assert "rank 1 has ended (exit code 0)" in seed.report()
 
 
-def test_an_engine_that_cannot_start_is_no_fault_of_the_seed(make_seed: MakeSeed) -> None:
+def test_an_engine_that_cannot_start_does_not_end_the_seed(make_seed: MakeSeed) -> None:
     _, ranks = make_seed(2)
 
     def card(ticket: Ticket) -> bytes:
@@ -110,25 +110,25 @@ def test_an_engine_that_cannot_start_is_no_fault_of_the_seed(make_seed: MakeSeed
         ranks.start(0, card=card).result(PATIENCE_S)
 
 
-def test_rank_0_that_gives_up_takes_its_ticket_along(tmp_path: Path) -> None:
+def test_rank_0_removes_its_ticket_when_it_gives_up(tmp_path: Path) -> None:
     path = tmp_path / "job.ticket"
-    place = decide(None, Network(), rank=0, size=2, join=str(path))
+    info = decide(None, Network(), rank=0, size=2, join=str(path))
     with pytest.raises(RendezvousError, match=r"1 of 2 ranks joined \(0\); missing: 1"):
-        enter_by(place, timeout=0.3)
+        enter_by(info, timeout=0.3)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_declared_port_is_the_seeds_and_ranks_take_the_next(tmp_path: Path) -> None:
     network = Network(join=str(tmp_path / "t"), address="127.0.0.1:47110", advertise="127.0.0.3:5000")
-    place = LaunchInfo(1, 2, local_rank=1, network=network, source=TicketSource(str(tmp_path / "t")))
+    info = LaunchInfo(1, 2, local_rank=1, network=network, source=TicketSource(str(tmp_path / "t")))
     with Seed(2, version=VERSION) as seed, ThreadPoolExecutor(2) as pool:
         TicketSource(str(tmp_path / "t")).write(seed.ticket)
-        other = pool.submit(enter_by, LaunchInfo(0, 2, source=place.source))
-        view, site = pool.submit(enter_by, place).result(PATIENCE_S)
+        other = pool.submit(enter_by, LaunchInfo(0, 2, source=info.source))
+        view, listen = pool.submit(enter_by, info).result(PATIENCE_S)
         other.result(PATIENCE_S)
     assert view.rank == 1
-    assert site.bind == Address("127.0.0.1", 47112)
-    assert site.advertise == Address("127.0.0.3", 5002)
+    assert listen.bind == Address("127.0.0.1", 47112)
+    assert listen.advertise == Address("127.0.0.3", 5002)
 
 
 def test_a_seed_with_too_few_descriptors_for_its_ranks_says_so() -> None:
@@ -156,9 +156,9 @@ def test_a_seed_with_too_few_descriptors_for_its_ranks_says_so() -> None:
         finally:
             ranks.close()
         _, err = process.communicate()
-    told = [text for text in texts if "the seed cannot accept more connections: Too many open files" in text]
-    assert told, texts
-    assert all("(ulimit -n)" in text for text in told)
+    named = [text for text in texts if "the seed cannot accept more connections: Too many open files" in text]
+    assert named, texts
+    assert all("(ulimit -n)" in text for text in named)
     assert err.count("cannot accept more connections") == 1
 
 

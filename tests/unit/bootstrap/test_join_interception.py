@@ -19,7 +19,7 @@ from tests.support.joining_ranks import (
     VERSION,
     MakeSeed,
     connected,
-    is_hung_up,
+    is_closed_by_seed,
 )
 
 from unisono.bootstrap.address import Address
@@ -132,7 +132,7 @@ def test_a_recorded_join_cannot_be_replayed(make_seed: MakeSeed, tls: bool) -> N
     with connected(seed) as sock:
         with contextlib.suppress(ConnectionError):
             sock.sendall(proxy.raw)
-        assert is_hung_up(sock)
+        assert is_closed_by_seed(sock)
     assert seed.counts["admitted"] == 1
     assert seed.counts["wrong token"] + seed.counts["garbage"] == 1
     assert len(ranks.all()) == 2
@@ -150,16 +150,16 @@ def test_an_impostor_without_the_token_learns_no_card() -> None:
     """On loopback without TLS: a process that took the port of a seed cannot prove the token (T3)."""
     with socket.create_server(("127.0.0.1", 0)) as impostor, ThreadPoolExecutor(1) as pool:
         ticket = Ticket.create(Address("127.0.0.1", impostor.getsockname()[1]))
-        heard = bytearray()
+        received = bytearray()
 
         def pretend() -> None:
             sock, _ = impostor.accept()
             with sock:
-                heard.extend(sock.recv(40, socket.MSG_WAITALL))
+                received.extend(sock.recv(40, socket.MSG_WAITALL))
                 sock.sendall(b"UNISONO1" + bytes(32))
-                heard.extend(sock.recv(32, socket.MSG_WAITALL))
+                received.extend(sock.recv(32, socket.MSG_WAITALL))
                 sock.sendall(bytes(33))
-                heard.extend(sock.recv(1000))
+                received.extend(sock.recv(1000))
 
         pretending = pool.submit(pretend)
         with pytest.raises(RendezvousError, match="does not know the token"):
@@ -173,6 +173,6 @@ def test_an_impostor_without_the_token_learns_no_card() -> None:
                 deadline=RealRuntime().deadline(PATIENCE_S),
             )
         pretending.result(PATIENCE_S)
-    assert len(heard) == 72
-    assert ticket.token not in heard
-    assert b"my card" not in heard
+    assert len(received) == 72
+    assert ticket.token not in received
+    assert b"my card" not in received

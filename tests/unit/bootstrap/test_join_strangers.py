@@ -24,11 +24,11 @@ from tests.support.joining_ranks import (
     PATIENCE_S,
     MakeSeed,
     a_request,
+    authenticated,
     connected,
-    is_hung_up,
+    is_closed_by_seed,
     join_alone,
-    proven,
-    until,
+    wait_until,
 )
 from tests.support.metronome import stopwatch
 
@@ -61,7 +61,7 @@ def test_strangers_are_refused_and_the_world_forms(make_seed: MakeSeed, tls: boo
             with contextlib.suppress(ConnectionError):
                 sock.sendall(garbage)
                 sock.shutdown(socket.SHUT_WR)
-            assert is_hung_up(sock)
+            assert is_closed_by_seed(sock)
     assert seed.counts["garbage"] + seed.counts["wrong token"] >= 5
     assert not seed.is_formed
     views = [*(future.result(PATIENCE_S) for future in [*first, ranks.start(2)])]
@@ -92,14 +92,14 @@ def test_a_wrong_token_is_refused_and_named(make_seed: MakeSeed, tls: bool) -> N
 
 def test_every_wrong_token_gets_the_same_answer(make_seed: MakeSeed) -> None:
     seed, _ = make_seed(2)
-    heard = set()
+    replies = set()
     for proof in (bytes(32), b"\xff" * 32, seed.ticket.token):
         with connected(seed) as sock:
             sock.sendall(b"UNISONO1" + bytes(32))
             sock.recv(40, socket.MSG_WAITALL)
             sock.sendall(proof)
-            heard.add(sock.recv(100, socket.MSG_WAITALL))
-    assert heard == {NO_ENTRY}
+            replies.add(sock.recv(100, socket.MSG_WAITALL))
+    assert replies == {NO_ENTRY}
 
 
 def test_a_client_that_guesses_is_slowed_down(make_seed: MakeSeed) -> None:
@@ -109,7 +109,7 @@ def test_a_client_that_guesses_is_slowed_down(make_seed: MakeSeed) -> None:
         began = time.monotonic()
         with stopwatch() as seconds, connected(seed) as sock:
             sock.sendall(b"UNISONO1" + bytes(64))
-            assert is_hung_up(sock)
+            assert is_closed_by_seed(sock)
             return seconds(), time.monotonic() - began
 
     times = [guess()[0] for _ in range(limits.FAILURES_PER_MINUTE_MAX)]
@@ -117,7 +117,7 @@ def test_a_client_that_guesses_is_slowed_down(make_seed: MakeSeed) -> None:
     assert guess()[1] >= limits.FAILURE_DELAY_S * 0.9
     # A client that does not guess is served at once, even from the same address.
     with stopwatch() as seconds:
-        greeted = proven(seed)[0]
+        greeted = authenticated(seed)[0]
         assert seconds() < limits.FAILURE_DELAY_S
     greeted.close()
     assert len(ranks.all()) == 2
@@ -130,10 +130,10 @@ def test_guesses_that_wait_for_their_answer_are_few(make_seed: MakeSeed) -> None
         for _ in range(100 + limits.FAILURES_HELD_MAX):
             guesses.append(stack.enter_context(connected(seed)))
             guesses[-1].sendall(b"UNISONO1" + bytes(64))
-        until(lambda: seed.counts["wrong token"] == len(guesses))
+        wait_until(lambda: seed.counts["wrong token"] == len(guesses))
         assert len(seed._port._held) <= limits.FAILURES_HELD_MAX
         assert len(ranks.all()) == 2
-        assert all(is_hung_up(sock) for sock in guesses)
+        assert all(is_closed_by_seed(sock) for sock in guesses)
     assert not seed._port._held
 
 
@@ -174,7 +174,7 @@ def test_idle_and_slow_connections_do_not_keep_ranks_out(make_seed: MakeSeed, tl
         assert took < 2 * 1.0
         assert len(seed._port._limiter) <= limits.PENDING_PER_ADDRESS_MAX
         assert seed.counts["evicted"] >= crowd + 500 - limits.PENDING_PER_ADDRESS_MAX
-        assert is_hung_up(idle[0])
+        assert is_closed_by_seed(idle[0])
 
 
 class Crowd:
@@ -222,7 +222,7 @@ while True:
     [b"", b"UNISONO1" + bytes(32), b"GET /\r\n\r\n", b"UNISONO1" + bytes(64)],
     ids=["idle", "greeting", "garbage", "guessing"],
 )
-def test_no_crowd_keeps_a_rank_out(make_seed: MakeSeed, tls: bool, first_word: bytes) -> None:
+def test_connections_without_end_keep_no_rank_out(make_seed: MakeSeed, tls: bool, first_word: bytes) -> None:
     """First garbage, so that the address counts as one that guesses; then connections without pause."""
     seed, ranks = make_seed(4, tls=tls)
     with Crowd(seed, first_word):
@@ -230,7 +230,7 @@ def test_no_crowd_keeps_a_rank_out(make_seed: MakeSeed, tls: bool, first_word: b
     assert seed.counts["connections"] > 300
 
 
-def test_a_crowd_is_named_to_the_ranks_that_wait(
+def test_a_timeout_at_a_crowded_port_names_the_crowd(
     make_seed: MakeSeed, caplog: pytest.LogCaptureFixture
 ) -> None:
     seed, ranks = make_seed(2)
@@ -260,7 +260,7 @@ def test_a_rank_that_was_evicted_says_so() -> None:
         pushing.result(PATIENCE_S)
 
 
-def test_a_recorded_tag_is_worth_nothing(make_seed: MakeSeed) -> None:
+def test_a_recorded_first_message_is_not_admitted(make_seed: MakeSeed) -> None:
     """A client with a copy of a rank's first message is a stranger like any other, and not admitted (T5)."""
     seed, _ = make_seed(2)
     word = b"UNISONO1" + protocol.tagged_nonce(seed.ticket.token, bytes(16))
@@ -281,8 +281,8 @@ def test_a_silent_stranger_is_dropped_in_time(
     began = time.monotonic()
     with stopwatch() as seconds, connected(seed) as silent, connected(seed) as slow:
         slow.sendall(b"\x16\x03\x01" if tls else b"UNI")
-        assert is_hung_up(silent)
-        assert is_hung_up(slow)
+        assert is_closed_by_seed(silent)
+        assert is_closed_by_seed(slow)
         assert seconds() < 2 * (0.3 + 0.1) + 0.5
     assert time.monotonic() - began > 0.25
     assert seed.counts["silent"] == 2
@@ -293,9 +293,9 @@ def test_a_silent_holder_of_the_token_is_dropped_in_time(
 ) -> None:
     monkeypatch.setattr(limits, "REQUEST_S", 0.3)
     seed, ranks = make_seed(2)
-    sock, _ = proven(seed)
+    sock, _ = authenticated(seed)
     with sock:
-        assert is_hung_up(sock)
+        assert is_closed_by_seed(sock)
     assert len(ranks.all()) == 2
 
 
@@ -308,10 +308,10 @@ def test_a_huge_length_takes_no_memory(make_seed: MakeSeed, tls: bool, length: i
     seed, ranks = make_seed(2, tls=tls)
     before = rss_bytes()
     for _ in range(20):
-        sock, _ = proven(seed)
+        sock, _ = authenticated(seed)
         with sock:
             sock.sendall(struct.pack(">I", length) + bytes(100))
-            assert is_hung_up(sock)
+            assert is_closed_by_seed(sock)
     assert rss_bytes() - before < 8 << 20
     assert len(ranks.all()) == 2
 
@@ -340,7 +340,7 @@ def test_a_stranger_gets_4_kib_and_no_more(make_seed: MakeSeed) -> None:
         with contextlib.suppress(ConnectionError):
             for _ in range(1000):
                 sock.sendall(b"UNISONO1" + bytes(1 << 16))
-        assert is_hung_up(sock)
+        assert is_closed_by_seed(sock)
     assert seed.counts["garbage"] + seed.counts["wrong token"] == 1
 
 
@@ -358,22 +358,22 @@ def test_a_stranger_gets_4_kib_and_no_more(make_seed: MakeSeed) -> None:
 )
 def test_a_malformed_request_ends_its_connection_only(make_seed: MakeSeed, body: bytes) -> None:
     seed, ranks = make_seed(2)
-    sock, frames = proven(seed)
+    sock, frames = authenticated(seed)
     with sock:
         sock.sendall(frames.seal(body) + body)
-        assert is_hung_up(sock)
+        assert is_closed_by_seed(sock)
     assert seed.counts["garbage"] == 1
     assert len(ranks.all()) == 2
 
 
 def test_an_altered_frame_is_refused(make_seed: MakeSeed) -> None:
     seed, ranks = make_seed(2)
-    sock, frames = proven(seed)
+    sock, frames = authenticated(seed)
     body = bytearray(protocol.encode(a_request()))
     head = frames.seal(bytes(body))
     body[-1] ^= 1
     with sock:
         sock.sendall(head + body)
-        assert is_hung_up(sock)
+        assert is_closed_by_seed(sock)
     assert seed.counts["admitted"] == 0
     assert len(ranks.all()) == 2

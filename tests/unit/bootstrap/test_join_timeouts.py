@@ -12,8 +12,8 @@ from tests.support.joining_ranks import (
     MakeSeed,
     enter_by,
     join_alone,
-    nobody_there,
-    until,
+    ticket_without_seed,
+    wait_until,
 )
 from tests.support.metronome import stopwatch
 
@@ -43,7 +43,7 @@ def test_a_timeout_names_the_ranks_that_joined_and_the_missing_ones(make_seed: M
 
 
 def test_a_timeout_names_the_address_and_what_it_answered() -> None:
-    ticket = nobody_there()
+    ticket = ticket_without_seed()
     with pytest.raises(RendezvousError) as caught:
         join_alone(ticket.text(), 0.3)
     assert re.search(rf"tried {ticket.address} refused the connection \(\d+ times\)", str(caught.value))
@@ -114,7 +114,7 @@ def test_a_rank_0_that_has_not_come_is_named(tmp_path: Path) -> None:
 def test_a_seed_that_closes_names_the_missing_ranks(make_seed: MakeSeed, tls: bool) -> None:
     seed, ranks = make_seed(3, tls=tls)
     waiting = ranks.start(2)
-    until(lambda: seed.counts["admitted"] == 1)
+    wait_until(lambda: seed.counts["admitted"] == 1)
     seed.close("the operator gave up")
     with pytest.raises(
         RendezvousError, match=r"the operator gave up; 1 of 3 ranks joined \(2\); missing: 0-1"

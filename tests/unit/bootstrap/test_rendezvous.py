@@ -106,7 +106,7 @@ def test_a_process_whose_connection_broke_takes_its_own_rank_again() -> None:
     assert formation.ranks_joined() == [1]
 
 
-def test_nobody_joins_or_leaves_a_complete_world() -> None:
+def test_no_rank_joins_or_leaves_a_complete_world() -> None:
     formation = Formation(1, "1.0")
     formation.offer(0, a_join(0, 1))
     assert formation.membership()[0] is not None
@@ -163,64 +163,64 @@ def test_ranks_are_written_as_spans() -> None:
     assert rank_numbers(range(0, 1000, 2)).endswith("62, ...")
 
 
-# -- the gate ----------------------------------------------------------------------------------------------
+# -- the limiter of admissions -----------------------------------------------------------------------------
 
 
 def test_a_new_connection_displaces_an_unauthenticated_one_of_its_own_address_first() -> None:
-    gate = AdmissionLimiter(pending_max=4, per_address_max=2, draw=lambda keys: keys[-1])
-    assert gate.arrive(0, "10.0.0.1", 0.0) is None
-    assert gate.arrive(1, "10.0.0.2", 0.0) is None
-    assert gate.arrive(2, "10.0.0.2", 0.0) is None
-    assert not gate.is_crowded(0.0)
-    assert gate.arrive(3, "10.0.0.2", 0.0) == 2
-    assert gate.is_crowded(0.5)
-    assert not gate.is_crowded(1.5)
-    assert gate.arrive(4, "10.0.0.3", 0.0) is None
-    assert gate.arrive(5, "10.0.0.4", 0.0) == 4
-    assert len(gate) == 4
+    limiter = AdmissionLimiter(pending_max=4, per_address_max=2, draw=lambda keys: keys[-1])
+    assert limiter.arrive(0, "10.0.0.1", 0.0) is None
+    assert limiter.arrive(1, "10.0.0.2", 0.0) is None
+    assert limiter.arrive(2, "10.0.0.2", 0.0) is None
+    assert not limiter.is_crowded(0.0)
+    assert limiter.arrive(3, "10.0.0.2", 0.0) == 2
+    assert limiter.is_crowded(0.5)
+    assert not limiter.is_crowded(1.5)
+    assert limiter.arrive(4, "10.0.0.3", 0.0) is None
+    assert limiter.arrive(5, "10.0.0.4", 0.0) == 4
+    assert len(limiter) == 4
     for key in range(10):
-        gate.depart(key)
-    assert len(gate) == 0
-    assert gate.any() is None
+        limiter.depart(key)
+    assert len(limiter) == 0
+    assert limiter.any() is None
 
 
 def test_the_evicted_connection_is_drawn_from_all() -> None:
-    gate = AdmissionLimiter(pending_max=8, per_address_max=8)
-    victims = [gate.arrive(key, "10.0.0.1", 0.0) for key in range(2000)]
+    limiter = AdmissionLimiter(pending_max=8, per_address_max=8)
+    victims = [limiter.arrive(key, "10.0.0.1", 0.0) for key in range(2000)]
     ages = {key - victim for key, victim in enumerate(victims) if victim is not None}
     assert min(ages) == 1
     assert max(ages) > 32  # the oldest would be 8
 
 
 def test_the_addresses_of_one_ipv6_network_count_as_one() -> None:
-    gate = AdmissionLimiter(pending_max=99, per_address_max=1)
-    gate.arrive(0, "2001:db8::1", 0.0)
-    assert gate.arrive(1, "2001:db8::ffff", 0.0) == 0
-    assert gate.arrive(2, "2001:db8:1::1", 0.0) is None
+    limiter = AdmissionLimiter(pending_max=99, per_address_max=1)
+    limiter.arrive(0, "2001:db8::1", 0.0)
+    assert limiter.arrive(1, "2001:db8::ffff", 0.0) == 0
+    assert limiter.arrive(2, "2001:db8:1::1", 0.0) is None
 
 
 def test_the_answer_to_a_client_that_fails_often_waits_up_to_a_minute() -> None:
-    gate = AdmissionLimiter()
-    assert [gate.fail("10.0.0.1", float(i)) for i in range(20)] == [0.0] * 20
-    assert gate.fail("10.0.0.1", 21.0) == 1.0
-    assert gate.fail("10.0.0.2", 21.0) == 0.0
-    assert gate.fail("10.0.0.1", 99.0) == 0.0
+    limiter = AdmissionLimiter()
+    assert [limiter.fail("10.0.0.1", float(i)) for i in range(20)] == [0.0] * 20
+    assert limiter.fail("10.0.0.1", 21.0) == 1.0
+    assert limiter.fail("10.0.0.2", 21.0) == 0.0
+    assert limiter.fail("10.0.0.1", 99.0) == 0.0
 
 
 def test_a_crowd_is_named_by_its_number_and_place() -> None:
-    gate = AdmissionLimiter(pending_max=3, per_address_max=3)
+    limiter = AdmissionLimiter(pending_max=3, per_address_max=3)
     for key in range(19):
-        gate.arrive(key, "10.0.0.1", 0.0)
-    assert gate.crowd() == ""
+        limiter.arrive(key, "10.0.0.1", 0.0)
+    assert limiter.crowd() == ""
     for key in range(100, 9000):
-        gate.arrive(key, f"10.{key % 7}.{key % 250}.{key % 251}", 0.0)
+        limiter.arrive(key, f"10.{key % 7}.{key % 250}.{key % 251}", 0.0)
     for key in range(9000, 9200):
-        gate.arrive(key, "10.0.0.1", 0.0)
+        limiter.arrive(key, "10.0.0.1", 0.0)
     assert re.fullmatch(
         r"the seed's port is crowded: \d+ connections .* dropped, \d+ of them from 10\.0\.0\.1",
-        gate.crowd(),
+        limiter.crowd(),
     )
-    assert len(gate._turned_away) <= 1024
+    assert len(limiter._turned_away) <= 1024
 
 
 # -- launch environments -----------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ def test_the_inner_launcher_counts(environ: dict[str, str]) -> None:
         assert found.launcher == name
 
 
-def test_alone_is_alone(environ: dict[str, str]) -> None:
+def test_a_process_without_a_launcher_is_alone(environ: dict[str, str]) -> None:
     assert environment.launch() is None
     environ["SLURM_JOB_ID"] = "12"  # a shell inside an allocation is not a step
     environ["SLURM_PROCID"] = "0"
@@ -317,7 +317,7 @@ def test_alone_is_alone(environ: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("variables", [OURS, TORCHRUN, OMPI, SLURM, BARE])
-def test_half_an_environment_is_an_error(environ: dict[str, str], variables: dict[str, str]) -> None:
+def test_an_incomplete_environment_is_an_error(environ: dict[str, str], variables: dict[str, str]) -> None:
     for name in variables:
         environ.clear()
         environ.update({key: text for key, text in variables.items() if key != name})
@@ -333,7 +333,7 @@ def test_half_an_environment_is_an_error(environ: dict[str, str], variables: dic
 
 
 @pytest.mark.parametrize(("rank", "size"), [("4", "4"), ("-1", "4"), ("0", "0"), ("x", "4"), ("1.5", "4")])
-def test_a_senseless_rank_is_an_error(environ: dict[str, str], rank: str, size: str) -> None:
+def test_an_invalid_rank_is_an_error(environ: dict[str, str], rank: str, size: str) -> None:
     environ.update(RANK=rank, WORLD_SIZE=size)
     with pytest.raises(UsageError, match="RANK"):
         environment.launch()
@@ -368,14 +368,14 @@ def started(launcher: str, rank: int = 0, **more: Any) -> Launch:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_on_one_host_ranks_meet_at_a_file_of_their_job(rank: int) -> None:
-    place = decide(started("Slurm", rank, is_one_host=True, job="Slurm/12/0"), Network(folder="/t"))
+    info = decide(started("Slurm", rank, is_one_host=True, job="Slurm/12/0"), Network(folder="/t"))
     other = decide(started("Slurm", rank, is_one_host=True, job="Slurm/12/1"), Network(folder="/t"))
-    assert place.source is not None
+    assert info.source is not None
     assert other.source is not None
-    assert str(place.source.path).startswith("/t/unisono-")
-    assert place.source.path != other.source.path
-    assert place.source.is_keyed
-    assert place.seed_address == ("127.0.0.1" if rank == 0 else None)
+    assert str(info.source.path).startswith("/t/unisono-")
+    assert info.source.path != other.source.path
+    assert info.source.is_keyed
+    assert info.seed_address == ("127.0.0.1" if rank == 0 else None)
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "Open MPI", "Slurm", "the environment", "unisono run"])
@@ -399,9 +399,9 @@ def test_several_ranks_never_become_a_world_of_one(launcher: str, rank: int) -> 
 def test_rank_0_hosts_the_seed_where_no_launcher_of_ours_does(
     begun: Launch, network: Network, address: str | None
 ) -> None:
-    place = decide(begun, network)
-    assert place.source is not None
-    assert place.seed_address == address
+    info = decide(begun, network)
+    assert info.source is not None
+    assert info.seed_address == address
 
 
 def test_a_seed_for_several_hosts_needs_an_address() -> None:
@@ -413,7 +413,7 @@ def test_a_seed_for_several_hosts_needs_an_address() -> None:
     "arguments",
     [{"size": 4}, {"rank": 4, "size": 4}, {"rank": -1, "size": 4}, {"rank": 1}, {"rank": True, "size": 4}],
 )
-def test_senseless_arguments_are_refused(arguments: dict[str, Any]) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         decide(None, Network(), **arguments)
 
@@ -430,8 +430,8 @@ def test_a_ticket_alone_makes_no_world_of_one(arguments: dict[str, Any], tmp_pat
 
 def test_a_place_shows_no_ticket() -> None:
     secret = "ab" * 32
-    place = decide(None, Network(join=f"unisono1://127.0.0.1:1/plain/{secret}"), rank=0, size=2)
-    assert secret not in repr(place)
+    info = decide(None, Network(join=f"unisono1://127.0.0.1:1/plain/{secret}"), rank=0, size=2)
+    assert secret not in repr(info)
 
 
 # -- ends --------------------------------------------------------------------------------------------------
@@ -523,12 +523,12 @@ TRACEBACK = [
 ]
 
 
-def test_last_words_are_the_last_traceback_with_its_causes() -> None:
+def test_the_last_traceback_is_kept_with_its_causes() -> None:
     assert last_words(TRACEBACK) == TRACEBACK[5:]
     assert last_words([b"%d" % i for i in range(99)]) == [b"%d" % i for i in range(79, 99)]
     assert end_of(Ended(0, 1, TRACEBACK)) == End(0)
-    heard = [*TRACEBACK[:-1], b"unisono.errors.PeerLost: rank 3 is gone"]
-    assert end_of(Ended(0, 1, heard)) == End(0, is_victim=True, blames=(3,))
+    lines = [*TRACEBACK[:-1], b"unisono.errors.PeerLost: rank 3 is gone"]
+    assert end_of(Ended(0, 1, lines)) == End(0, is_victim=True, blames=(3,))
 
 
 def test_every_line_gets_its_rank_once_it_is_whole() -> None:

@@ -24,11 +24,11 @@ from tests.support.joining_ranks import (
     VERSION,
     MakeSeed,
     a_request,
-    answer,
+    authenticated,
     connected,
-    is_hung_up,
-    proven,
-    secured,
+    first_reply,
+    is_closed_by_seed,
+    with_tls,
 )
 
 from unisono.bootstrap import protocol
@@ -124,7 +124,7 @@ def test_a_name_with_two_families_is_tried_in_both(
     assert ranks.start(0, source=source).result(PATIENCE_S).size == 1
 
 
-def test_what_is_advertised_beyond_the_host_is_encrypted() -> None:
+def test_a_seed_advertised_beyond_the_host_is_encrypted() -> None:
     with Seed(1, version=VERSION, address=Address("127.0.0.1"), advertise=Address("gate.example", 9)) as seed:
         assert not seed.ticket.is_plain
         assert seed.ticket.address == Address("gate.example", 9)
@@ -177,14 +177,14 @@ def test_a_wildcard_needs_an_address_to_advertise_and_tls(caplog: pytest.LogCapt
     assert caplog.text == ""
 
 
-def test_insecure_is_loud(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unencrypted_seed_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     # A documentation address, which no interface here has: binding fails, after the warning.
     with pytest.raises(RendezvousError, match="cannot listen"):
         Seed(1, version=VERSION, address=Address("192.0.2.99"), insecure=True)
     assert "insecure: ranks join and talk without encryption" in caplog.text
 
 
-def test_a_taken_port_is_said_to_be_taken(make_seed: MakeSeed) -> None:
+def test_a_port_in_use_is_named_in_the_error(make_seed: MakeSeed) -> None:
     seed, _ = make_seed(1)
     with pytest.raises(
         RendezvousError, match=rf"127\.0\.0\.1:{seed.ticket.address.port}: the port is in use"
@@ -195,13 +195,13 @@ def test_a_taken_port_is_said_to_be_taken(make_seed: MakeSeed) -> None:
 def test_old_tls_and_other_protocols_are_refused(make_seed: MakeSeed) -> None:
     seed, ranks = make_seed(2, tls=True)
     with pytest.raises(ssl.SSLError), connected(seed) as sock:
-        secured(sock, alpn=protocol.ALPN, maximum=ssl.TLSVersion.TLSv1_2)
+        with_tls(sock, alpn=protocol.ALPN, maximum=ssl.TLSVersion.TLSv1_2)
     for options in ({}, {"alpn": "h2"}):
-        with connected(seed) as sock, secured(sock, **options) as line:
-            assert is_hung_up(line)
-    with connected(seed) as sock, secured(sock, alpn=protocol.ALPN) as line:
+        with connected(seed) as sock, with_tls(sock, **options) as line:
+            assert is_closed_by_seed(line)
+    with connected(seed) as sock, with_tls(sock, alpn=protocol.ALPN) as line:
         line.sendall(b"UNISONO0" + bytes(32))
-        assert is_hung_up(line)
+        assert is_closed_by_seed(line)
     assert seed.counts["garbage"] == 4
     assert len(ranks.all()) == 2
 
@@ -233,7 +233,7 @@ def test_of_two_that_claim_a_rank_exactly_one_wins(make_seed: MakeSeed, tls: boo
         ),
     ],
 )
-def test_a_misfit_is_refused_by_name_and_the_world_forms(
+def test_a_rank_that_does_not_fit_is_refused_by_name_and_the_world_forms(
     make_seed: MakeSeed, tls: bool, changes: dict[str, Any], reason: str
 ) -> None:
     seed, ranks = make_seed(2, tls=tls)
@@ -248,11 +248,11 @@ def test_a_misfit_is_refused_by_name_and_the_world_forms(
 
 def test_a_certificate_request_that_is_none_is_refused(make_seed: MakeSeed) -> None:
     seed, ranks = make_seed(2, tls=True)
-    sock, frames = proven(seed)
+    sock, frames = authenticated(seed)
     body = protocol.encode(a_request(csr=b"\x30\x03\x02\x01\x00"))
     with sock:
         sock.sendall(frames.seal(body) + body)
-        reply = answer(sock, frames)
+        reply = first_reply(sock, frames)
     assert isinstance(reply, protocol.Refused)
     assert "certificate request is malformed" in reply.reason
     assert len(ranks.all()) == 2
@@ -297,11 +297,11 @@ def test_a_strange_host_name_is_one_log_line(
     make_seed: MakeSeed, caplog: pytest.LogCaptureFixture, evil: str
 ) -> None:
     seed, _ = make_seed(2)
-    sock, frames = proven(seed)
+    sock, frames = authenticated(seed)
     body = protocol.encode(a_request(version="0.9", host=evil))
     with sock:
         sock.sendall(frames.seal(body) + body)
-        reply = answer(sock, frames)
+        reply = first_reply(sock, frames)
     assert isinstance(reply, protocol.Refused)
     (record,) = [r for r in caplog.records if "join refused" in r.getMessage()]
     assert record.getMessage().isprintable()

@@ -187,7 +187,7 @@ def test_a_folder_for_tickets_that_others_can_enter_is_refused(tmp_path: Path) -
         source.read()
 
 
-def test_a_folder_that_somebody_else_made_is_refused(tmp_path: Path) -> None:
+def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     need_root("give files away")
     source = TicketSource.keyed(str(tmp_path), "job 1")
     assert source.path is not None

@@ -107,7 +107,7 @@ def test_the_list_of_one_collective_is_shorter() -> None:
         ("0", "0 B"),
     ],
 )
-def test_bytes_are_written_as_people_do(written: str, shown: str) -> None:
+def test_amounts_of_bytes_are_read_with_common_units(written: str, shown: str) -> None:
     result = unisono("plan", "broadcast", "-n", "2", "--bytes", written)
     assert f"broadcast on 2 ranks, {shown} of float32" in result.output
 
@@ -172,7 +172,7 @@ def test_an_unknown_subcommand_is_refused() -> None:
     assert "No such command 'plant'" in result.stderr
 
 
-def test_help_tells_about_the_subcommand_and_its_options() -> None:
+def test_help_describes_the_subcommand_and_its_options() -> None:
     assert "plan" in unisono("--help").output
     assert "--algorithm" in unisono("plan", "-h").output
 
@@ -191,7 +191,7 @@ def test_the_command_is_not_imported_before_it_is_called() -> None:
 
 
 @pytest.mark.parametrize("arguments", [("plan", "all_reduce", "-n", "64"), ("backends",), ("plan", "--list")])
-def test_a_reader_that_leaves_ends_the_printing_only(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_a_reader_that_leaves_ends_only_the_printing(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     """As in `unisono plan ... | head -1`: the drawing is still written, and no error is shown."""
     drawing = tmp_path / "plan.svg"
     is_drawn = "-n" in arguments

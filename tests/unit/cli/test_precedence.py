@@ -154,13 +154,13 @@ def test_no_variable_and_no_option_changes_a_ranks_identity(program: str) -> Non
     wanted = {"RANK": "0", "SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "join": None}
     read = read_by(run(program, **lies))
     assert {name: read[name] for name in wanted} == wanted
-    told = [
+    options = [
         word
         for name, text in lies.items()
         if name != "join"
         for word in ("--env", f"UNISONO_{name.upper()}={text}")
     ]
-    read = read_by(run(*told, program))
+    read = read_by(run(*options, program))
     assert {name: read[name] for name in wanted} == wanted
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tests.support.failing_ranks import (
     SMALL,
-    Mishap,
+    ProgramError,
     backend_of,
     close_all,
     ended_by,
@@ -55,67 +55,67 @@ PENDING: dict[str, Callable[[uni.Communicator], Any]] = {
 
 @pytest.mark.parametrize("verb", PENDING)
 @pytest.mark.parametrize("how", ["exception", "abort"])
-def test_a_rank_that_gives_up_ends_everything_that_is_pending(verb: str, how: str) -> None:
+def test_a_rank_that_aborts_ends_every_pending_operation(verb: str, how: str) -> None:
     """Messages end too, also those between other ranks; the aborted rank takes part in nothing any more."""
     gave_up_at: list[float] = []
 
-    def live(comm: uni.Communicator) -> Any:
+    def program(comm: uni.Communicator) -> Any:
         if comm.rank == 3:
             for peer in range(3):
                 comm.recv_bytes(peer, 1)
             gave_up_at.append(time.monotonic())
             if how == "abort":
-                comm.abort("Mishap: spilled coffee")
+                comm.abort("ProgramError: spilled coffee")
                 return None
             with comm:
-                raise Mishap("spilled coffee\nand more of it")
+                raise ProgramError("spilled coffee\nand more of it")
         comm.send(b"ready", 3, 1)
         error = ended_by(PeerAborted, lambda: PENDING[verb](comm))
-        heard_at = time.monotonic()
+        at = time.monotonic()
         with pytest.raises(PeerAborted):  # every operation on it fails
             comm.send(b"x", (comm.rank + 1) % 3)
-        return error, heard_at
+        return error, at
 
     worlds = uni.local(4)
-    ended = run_each(live, worlds)
-    for error, heard_at in ended[:3]:
+    ended = run_each(program, worlds)
+    for error, at in ended[:3]:
         assert error.rank == 3
-        assert "Mishap: spilled coffee" in str(error)
+        assert "ProgramError: spilled coffee" in str(error)
         assert "and more" not in str(error)
-        assert is_in_time(gave_up_at[0], heard_at)
-    assert (ended[3] is None) if how == "abort" else isinstance(ended[3], Mishap)
+        assert is_in_time(gave_up_at[0], at)
+    assert (ended[3] is None) if how == "abort" else isinstance(ended[3], ProgramError)
     close_all(worlds)
 
 
 def test_ctrl_c_in_one_rank_reaches_the_others() -> None:
-    def live(comm: uni.Communicator) -> Any:
+    def program(comm: uni.Communicator) -> Any:
         if comm.rank == 0:
             comm.recv_bytes(1)
             raise KeyboardInterrupt
         comm.send(b"ready", 0)
         comm.barrier()
 
-    ended = run_ranks(live, 2)
+    ended = run_ranks(program, 2)
     assert isinstance(ended[0], KeyboardInterrupt)
     assert isinstance(ended[1], PeerAborted)
     assert (ended[1].rank, "KeyboardInterrupt" in str(ended[1])) == (0, True)
 
 
 def test_a_reduce_function_that_raises_is_reported_on_every_rank() -> None:
-    def live(comm: uni.Communicator) -> Any:
+    def program(comm: uni.Communicator) -> Any:
         def add(left: Any, right: Any) -> Any:
             if comm.rank == 2:
-                raise Mishap("cannot add")
+                raise ProgramError("cannot add")
             return left + right
 
         comm.all_reduce(np.ones(4), uni.op(add, name="add"), algorithm="tree")
 
-    ended = run_ranks(live, 4)
-    assert isinstance(ended[2], Mishap)
+    ended = run_ranks(program, 4)
+    assert isinstance(ended[2], ProgramError)
     for rank in (0, 1, 3):
         assert isinstance(ended[rank], PeerAborted)
         assert ended[rank].rank == 2
-        assert "Mishap: cannot add" in str(ended[rank])
+        assert "ProgramError: cannot add" in str(ended[rank])
 
 
 # -- never a wrong result ---------------------------------------------------------------------------------
@@ -138,13 +138,13 @@ class Forgetful(LocalBackend):
 
 
 @pytest.mark.parametrize("forgotten", [1, 2, 4])
-def test_a_gap_in_what_was_sent_is_never_filled_with_what_came_later(forgotten: int) -> None:
+def test_a_missing_message_is_never_replaced_by_a_later_one(forgotten: int) -> None:
     """Rank 0 scatters; rank 4 forwards pieces to ranks 5, 6 and 7, which must not get each other's pieces."""
     backends = Forgetful.create(8, Config(segment_bytes=256, eager_bytes=1024))
     backends[0].forgotten = forgotten  # type: ignore[attr-defined]
     x = np.stack([ramp(128, rank, 1) for rank in range(8)])
 
-    def live(comm: uni.Communicator) -> Any:
+    def program(comm: uni.Communicator) -> Any:
         try:
             got = comm.scatter(x if comm.rank == 0 else None, timeout=0.5, algorithm="tree")
         except DeadlineExceeded:
@@ -153,7 +153,7 @@ def test_a_gap_in_what_was_sent_is_never_filled_with_what_came_later(forgotten: 
         return "right"
 
     worlds = [uni.Communicator.world(backend) for backend in backends]
-    ended = run_each(live, worlds).values()
+    ended = run_each(program, worlds).values()
     assert ended[0] == ended[4] == "gave up"
     close_all(worlds)
 
@@ -165,8 +165,8 @@ def endings(seed: int) -> tuple[int, dict[int, tuple[str, int]]]:
     """A size; and for each rank that ends, how it ends and at which turn."""
     rng = random.Random(f"endings {seed}")
     size = rng.randint(2, 7)
-    who = rng.sample(range(size), rng.randint(1, min(3, size)))
-    return size, {rank: (rng.choice(["die", "leave", "raise", "abort"]), rng.randint(0, 12)) for rank in who}
+    ends = rng.sample(range(size), rng.randint(1, min(3, size)))
+    return size, {rank: (rng.choice(["die", "leave", "raise", "abort"]), rng.randint(0, 12)) for rank in ends}
 
 
 def live_until_the_end(comm: uni.Communicator, seed: int, struck: dict[int, str]) -> None:
@@ -183,8 +183,8 @@ def live_until_the_end(comm: uni.Communicator, seed: int, struck: dict[int, str]
                 comm.close()
                 return
             elif how == "abort":
-                comm.abort(f"Mishap: of rank {rank}")
-            raise Mishap(f"of rank {rank}")
+                comm.abort(f"ProgramError: of rank {rank}")
+            raise ProgramError(f"of rank {rank}")
         if turn % 5 == 3:
             got = np.empty(30)
             comm.sendrecv(ramp(30, rank, turn), (rank + 1) % size, got, (rank - 1) % size, tag=turn)
@@ -216,34 +216,34 @@ def test_whatever_happens_no_rank_hangs_and_only_ended_ranks_are_named(first: in
         for rank, error in enumerate(ended):
             where = f"seed {seed}, rank {rank} of {size}, {struck}: {error!r}"
             if rank in struck:
-                assert error is None or isinstance(error, Mishap), where
+                assert error is None or isinstance(error, ProgramError), where
             elif isinstance(error, PeerLost):
                 assert set(error.ranks) <= lost, where
             else:
                 assert isinstance(error, PeerAborted), where
                 assert error.rank in gave_up, where
-                assert f"Mishap: of rank {error.rank}" in str(error), where
+                assert f"ProgramError: of rank {error.rank}" in str(error), where
 
 
-def test_an_abort_is_passed_on_before_it_is_raised(
+def test_an_abort_is_sent_before_it_is_raised(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The caller may close at once, and nothing follows a goodbye: the others would blame the wrong rank."""
     comms = uni.local(3)
     group = comms[1]._group
-    send, told = group.control.send, []
+    send, aborted = group.control.send, []
 
     def send_abort(ranks: Any, message: Any, *lane: Any) -> None:
         if isinstance(message, GroupFailure):
             group.check_usable(is_collective=True)
-            told.append(tuple(ranks))
+            aborted.append(tuple(ranks))
         send(ranks, message, *lane)
 
     monkeypatch.setattr(group.control, "send", send_abort)
-    comms[0].abort("Mishap: of rank 0")
+    comms[0].abort("ProgramError: of rank 0")
     for comm in comms[1:]:
-        with pytest.raises(PeerAborted, match="Mishap: of rank 0"):
+        with pytest.raises(PeerAborted, match="ProgramError: of rank 0"):
             comm.barrier()
-    assert told == [(0, 1, 2)]
+    assert aborted == [(0, 1, 2)]
     for comm in comms:
         comm.close()

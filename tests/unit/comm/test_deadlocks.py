@@ -39,12 +39,12 @@ def test_a_deadlock_in_a_circle_names_which_rank_waits_for_which() -> None:
 
 
 def test_a_collective_and_a_message_that_wait_for_each_other_are_a_deadlock() -> None:
-    def live(comm: uni.Communicator) -> Any:
+    def program(comm: uni.Communicator) -> Any:
         if comm.rank == 0:
             comm.recv_bytes(1)
         comm.barrier()
 
-    ended = run_ranks(live, 3, config=WATCHFUL)
+    ended = run_ranks(program, 3, config=WATCHFUL)
     assert all(isinstance(error, Deadlock) for error in ended), ended
     assert "rank 0 waits for rank 1 in recv_bytes" in str(ended[0])
     assert "barrier #0" in str(ended[2])
@@ -75,7 +75,7 @@ def test_no_deadlock_while_one_rank_is_busy_elsewhere(busy: str) -> None:
         else:
             ended_by(DeadlineExceeded, lambda: comm.recv_bytes(0, 7, timeout=PATIENT_S))
 
-    def live(comm: uni.Communicator) -> Any:
+    def program(comm: uni.Communicator) -> Any:
         if comm.rank == 2:
             be_busy(comm)
             comm.send(b"go", 1)
@@ -87,7 +87,7 @@ def test_no_deadlock_while_one_rank_is_busy_elsewhere(busy: str) -> None:
         return comm.all_reduce(comm.rank)
 
     with lock:
-        assert list(run_ranks(live, 3, config=WATCHFUL)) == [3, 3, 3]
+        assert list(run_ranks(program, 3, config=WATCHFUL)) == [3, 3, 3]
 
 
 def test_no_deadlock_while_a_third_thread_will_send_later() -> None:
@@ -98,7 +98,7 @@ def test_no_deadlock_while_a_third_thread_will_send_later() -> None:
         time.sleep(PATIENT_S)
         worlds[0].send(b"help", 1)
 
-    def live(comm: uni.Communicator) -> Any:
+    def program(comm: uni.Communicator) -> Any:
         got = comm.recv_bytes(1 - comm.rank)
         if comm.rank == 1:
             comm.send(b"back", 0)
@@ -106,15 +106,15 @@ def test_no_deadlock_while_a_third_thread_will_send_later() -> None:
 
     helper = threading.Thread(target=help_later)
     helper.start()
-    assert run_each(live, worlds).values() == [b"back", b"help"]
+    assert run_each(program, worlds).values() == [b"back", b"help"]
     helper.join(PATIENCE_S)
     close_all(worlds)
 
 
 def on_threads(*lives: Callable[[], object]) -> None:
     """Run each function on a new thread, one after the other."""
-    for live in lives:
-        thread = threading.Thread(target=live)
+    for program in lives:
+        thread = threading.Thread(target=program)
         thread.start()
         thread.join(PATIENCE_S)
 
@@ -162,13 +162,13 @@ def in_a_pool(worlds: list[uni.Communicator]) -> BaseException | None:
 def in_threads(worlds: list[uni.Communicator]) -> BaseException | None:
     ended: list[Future[Any]] = [Future() for _ in worlds]
 
-    def live(comm: uni.Communicator) -> None:
+    def program(comm: uni.Communicator) -> None:
         try:
             ended[comm.rank].set_result(returns_early(comm))
         except uni.UnisonoError as error:
             ended[comm.rank].set_exception(error)
 
-    threads = [threading.Thread(target=live, args=(comm,)) for comm in worlds]
+    threads = [threading.Thread(target=program, args=(comm,)) for comm in worlds]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -177,7 +177,7 @@ def in_threads(worlds: list[uni.Communicator]) -> BaseException | None:
 
 
 @pytest.mark.parametrize("on", [in_a_pool, in_threads])
-def test_a_rank_that_nobody_ever_used_is_named_in_a_deadlock(on: Callable[..., BaseException | None]) -> None:
+def test_a_rank_that_was_never_used_is_named_in_a_deadlock(on: Callable[..., BaseException | None]) -> None:
     worlds = uni.local(2, WATCHFUL)
     error = on(worlds)
     assert isinstance(error, Deadlock)
@@ -189,16 +189,16 @@ def test_a_rank_that_nobody_ever_used_is_named_in_a_deadlock(on: Callable[..., B
 def test_no_deadlock_while_the_main_thread_is_about_to_start_a_rank() -> None:
     worlds, go = uni.local(2, WATCHFUL), threading.Event()
 
-    def live(comm: uni.Communicator) -> Any:
+    def program(comm: uni.Communicator) -> Any:
         if comm.rank == 1:
             go.wait(PATIENCE_S)
             return comm.send(b"late", 0)
         return comm.recv_bytes(1)
 
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(live, worlds[0])
+        first = pool.submit(program, worlds[0])
         time.sleep(PATIENT_S)
-        second = pool.submit(live, worlds[1])
+        second = pool.submit(program, worlds[1])
         time.sleep(PATIENT_S)
         go.set()
         assert (first.result(PATIENCE_S), second.result(PATIENCE_S)) == (b"late", None)
@@ -220,14 +220,14 @@ def test_no_deadlock_if_a_new_thread_uses_a_rank_whose_threads_have_ended() -> N
     worlds = uni.local(2, Config(deadlock_after_s=1.0))
     on_threads(lambda: worlds[1].send(b"first", 0))
 
-    def live(comm: uni.Communicator) -> Any:
+    def program(comm: uni.Communicator) -> Any:
         if comm.rank == 0:
             return comm.recv_bytes(1, 0), comm.recv_bytes(1, 0)
         comm.send(b"", 0, 5)  # the thread has used the rank, and computes
         time.sleep(2.5)
         return comm.send(b"second", 0)
 
-    assert run_each(live, worlds).values() == [(b"first", b"second"), None]
+    assert run_each(program, worlds).values() == [(b"first", b"second"), None]
     close_all(worlds)
 
 
@@ -235,23 +235,23 @@ def test_no_deadlock_while_a_started_work_outlives_its_thread() -> None:
     worlds, works = uni.local(3, WATCHFUL), []
     on_threads(lambda: works.append(worlds[1].start.all_reduce(1)))
 
-    def live(comm: uni.Communicator) -> Any:
+    def program(comm: uni.Communicator) -> Any:
         if comm.rank == 2:
             time.sleep(PATIENT_S)
         return comm.all_reduce(comm.rank)
 
-    assert run_each(live, [worlds[0], worlds[2]]).values() == [3, 3]
+    assert run_each(program, [worlds[0], worlds[2]]).values() == [3, 3]
     assert works[0].wait(timeout=PATIENCE_S) == 3
     close_all(worlds)
 
 
-def test_no_deadlock_while_nobody_has_used_a_rank_yet() -> None:
+def test_no_deadlock_while_a_rank_has_not_been_used_yet() -> None:
     worlds = uni.local(2, WATCHFUL)
 
-    def live(comm: uni.Communicator) -> Any:
+    def program(comm: uni.Communicator) -> Any:
         if comm.rank == 1:
             time.sleep(PATIENT_S)
         return comm.all_reduce(comm.rank + 1)
 
-    assert run_each(live, worlds).values() == [3, 3]
+    assert run_each(program, worlds).values() == [3, 3]
     close_all(worlds)

@@ -99,10 +99,10 @@ def test_a_later_call_on_a_broken_communicator_shows_what_broke_it() -> None:
 def test_a_rank_whose_control_fails_reports_it_and_goes_on_receiving(monkeypatch: pytest.MonkeyPatch) -> None:
     worlds = uni.local(3)
     group = worlds[1]._group
-    heard: list[int] = []
+    queried_by: list[int] = []
 
     def fail_once(sender: int, query: StallQuery) -> None:
-        heard.append(sender)
+        queried_by.append(sender)
         raise RuntimeError("no threads left")
 
     monkeypatch.setattr(group._stalls, "on_query", fail_once)
@@ -118,6 +118,6 @@ def test_a_rank_whose_control_fails_reports_it_and_goes_on_receiving(monkeypatch
         return str(ended_by(PeerAborted, comm.barrier))
 
     texts = run_each(program, worlds).values()
-    assert heard
+    assert queried_by
     assert all("rank 1" in text and "no threads left" in text for text in texts), texts
     close_all(worlds)

@@ -78,13 +78,13 @@ def test_both_languages_have_one_hash(seed: int) -> None:
     assert hash_of(start, values) == _native.fingerprint_hash(start, values)
 
 
-def test_the_hash_tells_shapes_apart() -> None:
+def test_different_shapes_have_different_hashes() -> None:
     shapes = [(), (1,), (0,), (5,), (5, 1), (1, 5), (1, 1, 5), (5, 0), (0, 5), (6,), (5, 5)]
     shapes += [(n, 1024 // n) for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)]
     assert len({hash_of(77, shape) for shape in shapes}) == len(shapes)
     assert len({hash_of(seed, (5,)) for seed in range(1000)}) == 1000
     bits = [1 << bit for bit in range(63)]
-    assert len({hash_of(77, (bit,)) for bit in bits}) == len(bits), "every bit of a value counts"
+    assert len({hash_of(77, (bit,)) for bit in bits}) == len(bits), "every bit of a value changes the hash"
 
 
 def test_tables_fit_their_fields_and_name_everything_once() -> None:
@@ -204,11 +204,11 @@ def test_records_that_differ_in_the_hash_alone_say_what_it_stands_for() -> None:
     hashed = "shape, uneven counts, segment size, group or user op"
     assert hashed in report(CallReport(one), CallReport(other))
     assert hashed in report(CallReport(one, "all_gather float32[6] algorithm=ring", ""), CallReport(other))
-    told = report(
+    text = report(
         CallReport(one, "all_gather float32[6] algorithm=ring", "a.py:1"),
         CallReport(other, "all_gather float32[6,1] algorithm=ring", "a.py:2"),
     )
-    assert "shape: 6 against 6,1 during" in told
+    assert "shape: 6 against 6,1 during" in text
 
 
 def test_words_and_line_may_come_after_the_record() -> None:
@@ -217,7 +217,7 @@ def test_words_and_line_may_come_after_the_record() -> None:
     assert found.told() == set()
     found.add({1: CallReport.of(record(stage=1), "other words", "a.py:7")})
     assert found.told() == {1}
-    assert found.calls[1] == CallReport(record(), "", "a.py:7"), "the first record counts"
+    assert found.calls[1] == CallReport(record(), "", "a.py:7"), "the first record stays"
     found.add({1: CallReport.of(record(), "words", "b.py:8")})
     assert found.calls[1] == CallReport(record(), "words", "a.py:7")
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tests.support.processes import PATIENCE_S, forked, run_processes
 from tests.support.ranks import run_ranks
-from tests.unit.comm.test_loose_ends import heard
+from tests.unit.comm.test_loose_ends import logs_of_closes
 
 import unisono as uni
 from unisono.comm.control_messages import (
@@ -36,7 +36,7 @@ NATIVE = pytest.mark.on_every_link
 def wait_until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + PATIENCE_S
     while not condition():
-        assert time.monotonic() < end, "it never happened"
+        assert time.monotonic() < end, "the condition did not become true"
         time.sleep(0.001)
 
 
@@ -95,7 +95,7 @@ def test_groups_closed_together_send_few_messages() -> None:
         assert sum(len(message.contexts) for message in sent if isinstance(message, Goodbyes)) <= 2 * 40
         return sum(isinstance(message, Goodbye | Goodbyes) for message in sent)
 
-    assert all(messages < 40 for messages in run_processes(program, 2)), "two lanes, and a few batches"
+    assert all(messages < 40 for messages in run_processes(program, 2)), "a few batches in each of two lanes"
 
 
 def goodbyes_of(comm: uni.Communicator, use: Callable[[uni.Communicator], Any], groups_made: int) -> Any:
@@ -131,7 +131,7 @@ def goodbyes_of(comm: uni.Communicator, use: Callable[[uni.Communicator], Any], 
         ],
     ],
 )
-def test_a_group_whose_calls_all_have_made_tells_none_of_them(use: Callable[[Any], Any]) -> None:
+def test_a_goodbye_has_no_calls_that_all_ranks_have_made(use: Callable[[Any], Any]) -> None:
     def program(comm: uni.Communicator) -> Any:
         use(comm)  # decided from now on
         sent = goodbyes_of(comm, use, 40)
@@ -233,7 +233,7 @@ def test_a_communicator_that_was_closed_unused_refuses_every_call() -> None:
 
 
 @NATIVE
-def test_messages_that_nobody_received_are_named_although_the_group_was_not_used() -> None:
+def test_unreceived_messages_are_named_although_the_group_was_not_used() -> None:
     def program(comm: uni.Communicator) -> Any:
         group = comm.split(0)
         assert group is not None
@@ -241,7 +241,7 @@ def test_messages_that_nobody_received_are_named_although_the_group_was_not_used
             group.send(np.arange(5, dtype=np.uint8), 1, tag=3)
         comm.barrier()
         comm.sendrecv(np.ones(1), 1 - comm.rank, np.empty(1), 1 - comm.rank)  # sent after the message
-        with heard() as said:
+        with logs_of_closes() as said:
             if comm.rank == 1:
                 group.close()
         comm.barrier()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tests.support.failing_ranks import (
     CTRL_C_WITHIN_S,
-    Mishap,
+    ProgramError,
     close_all,
     metronome,  # noqa: F401
 )
@@ -146,7 +146,7 @@ def test_ctrl_c_ends_every_blocking_verb_at_once() -> None:
     assert len(lines) == 12, lines
     for line in lines:
         verb, _, took = line.rpartition(": ")
-        assert float(took) < CTRL_C_WITHIN_S, f"{verb} took {took} s to hear of Ctrl-C"
+        assert float(took) < CTRL_C_WITHIN_S, f"{verb} took {took} s to end by Ctrl-C"
 
 
 def test_ctrl_c_in_the_midst_of_the_work_ends_it_too() -> None:
@@ -163,14 +163,14 @@ def test_a_signal_in_a_wait_leaves_the_receive_withdrawn() -> None:
     buffer = np.zeros(2)
 
     def handler(*_: Any) -> None:
-        raise Mishap("the handler's own")
+        raise ProgramError("the handler's own")
 
     previous = signal.signal(signal.SIGUSR1, handler)
     timer = threading.Timer(0.05, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1))
     timer.start()
     try:
         work = worlds[0].start.recv(buffer, 1)
-        with pytest.raises(Mishap):
+        with pytest.raises(ProgramError):
             work.wait(PATIENCE_S)
     finally:
         timer.join()

@@ -21,7 +21,7 @@ from unisono.comm.communicator import Communicator
 
 
 @contextmanager
-def heard() -> Iterator[list[str]]:
+def logs_of_closes() -> Iterator[list[str]]:
     """The log records of closing communicators during the block."""
     said: list[str] = []
     handler = logging.Handler()
@@ -107,7 +107,7 @@ LOOSE: dict[str, tuple[Callable[[Communicator], None], Callable[[int], str | Non
 @pytest.mark.parametrize("what", LOOSE)
 def test_what_is_left_undone_is_named_at_close(what: str) -> None:
     program, wanted = LOOSE[what]
-    with heard() as said:
+    with logs_of_closes() as said:
         run_ranks(program, 3)
     for rank in range(3):
         lines = [line for line in said if line.startswith(f"rank {rank} closes")]
@@ -133,7 +133,7 @@ def test_works_that_many_threads_start_and_wait_for_are_counted_right() -> None:
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        with heard() as said:
+        with logs_of_closes() as said:
             run_ranks(program, 1).values()
     finally:
         sys.setswitchinterval(before)
@@ -146,7 +146,7 @@ def test_processes_name_what_is_left_undone(what: str, kind: str) -> None:
     program, wanted = LOOSE[what]
 
     def spoken(comm: Communicator) -> list[str]:
-        with heard() as said:
+        with logs_of_closes() as said:
             program(comm)
             comm.close()
         return said

@@ -17,12 +17,12 @@ import pytest
 from tests.support.failing_ranks import (
     NAMED,
     SMALL,
-    Mishap,
+    ProgramError,
     backend_of,
     close_all,
+    dying_worlds,
     ended_by,
-    fragile_worlds,
-    heard_in_time,
+    ends_in_time,
     is_in_time,
     metronome,  # noqa: F401
     one_collective,
@@ -54,17 +54,17 @@ def test_every_survivor_learns_which_rank_died_wherever_it_died(first: int, leav
         rng = random.Random(f"victims {seed}")
         size = rng.randint(2, 8)
         victim = rng.randrange(size)
-        worlds = fragile_worlds(size, {victim: rng.randint(1, 150)})
+        worlds = dying_worlds(size, {victim: rng.randint(1, 150)})
 
-        live = survive_and_leave if leaves else survive
-        ended = run_each(lambda comm, seed=seed, live=live: live(comm, seed), worlds).values()
+        program = survive_and_leave if leaves else survive
+        ended = run_each(lambda comm, seed=seed, program=program: program(comm, seed), worlds).values()
         died_at = backend_of(worlds[victim]).died_at
-        assert isinstance(ended[victim][1], ClosedError), f"seed {seed}: the dead hears of its own end"
-        for rank, (heard_at, error) in enumerate(ended):
+        assert isinstance(ended[victim][1], ClosedError), f"seed {seed}: the dead rank gets ClosedError"
+        for rank, (at, error) in enumerate(ended):
             if rank != victim:
                 assert isinstance(error, PeerLost), f"seed {seed}, rank {rank}: {error!r}"
                 assert error.ranks == (victim,), f"seed {seed}, rank {rank}: {error}"
-                assert is_in_time(died_at, heard_at), f"seed {seed}, rank {rank}: too late"
+                assert is_in_time(died_at, at), f"seed {seed}, rank {rank}: too late"
         close_all(worlds)
 
 
@@ -75,10 +75,10 @@ def test_two_deaths_are_both_reported_and_no_other_rank_is_blamed(first: int) ->
         size = rng.randint(3, 8)
         victims = rng.sample(range(size), 2)
         step = rng.randint(1, 120)
-        worlds = fragile_worlds(size, {victims[0]: step, victims[1]: step + rng.randint(0, 3)})
+        worlds = dying_worlds(size, {victims[0]: step, victims[1]: step + rng.randint(0, 3)})
         ended = run_each(lambda comm, seed=seed: survive(comm, seed), worlds).values()
         dead = {rank for rank in victims if backend_of(worlds[rank]).died_at is not None}
-        assert dead, f"seed {seed}: nobody died"
+        assert dead, f"seed {seed}: no rank died"
         for rank, (_, error) in enumerate(ended):
             if rank not in dead:
                 assert isinstance(error, PeerLost), f"seed {seed}, rank {rank}: {error!r}"
@@ -101,16 +101,16 @@ def test_a_death_ends_messages_that_need_the_dead(verb: str) -> None:
     }
     begun = threading.Barrier(3)
 
-    def live(comm: uni.Communicator) -> Any:
+    def program(comm: uni.Communicator) -> Any:
         begun.wait(PATIENCE_S)
         if comm.rank == 2:
             backend_of(comm).kill("out of memory")
             return None
-        with heard_in_time():
+        with ends_in_time():
             return [ended_by(PeerLost, lambda: calls[verb](comm))]
 
     worlds = reference_local(3)
-    for (error,) in run_each(live, worlds).values()[:2]:
+    for (error,) in run_each(program, worlds).values()[:2]:
         assert error.ranks == (2,)
         assert "rank 2" in str(error)
         assert "out of memory" in str(error)
@@ -120,11 +120,11 @@ def test_a_death_ends_messages_that_need_the_dead(verb: str) -> None:
     close_all(worlds)
 
 
-def test_a_death_ends_started_works_that_nobody_waits_for() -> None:
+def test_a_death_ends_started_works_without_a_waiting_thread() -> None:
     worlds = reference_local(3)
     works = [world.start.all_reduce(np.ones(10)) for world in worlds[:2]]
     receive = worlds[0].start.recv_bytes(2)
-    with heard_in_time():
+    with ends_in_time():
         backend_of(worlds[2]).kill()
         for work in (*works, receive):
             assert ended_by(PeerLost, lambda work=work: work.wait(PATIENCE_S)).ranks == (2,)
@@ -132,7 +132,7 @@ def test_a_death_ends_started_works_that_nobody_waits_for() -> None:
 
 
 def test_a_death_ends_groups_of_the_dead_and_leaves_the_others() -> None:
-    def live(world: uni.Communicator) -> Any:
+    def program(world: uni.Communicator) -> Any:
         pair = world.split(world.rank // 2)
         assert pair is not None
         if world.rank == 3:
@@ -151,7 +151,7 @@ def test_a_death_ends_groups_of_the_dead_and_leaves_the_others() -> None:
         return pair.all_reduce(world.rank)
 
     worlds = reference_local(4)
-    assert run_each(live, worlds).values() == [1, 1, (3,), None]
+    assert run_each(program, worlds).values() == [1, 1, (3,), None]
     close_all(worlds)
 
 
@@ -159,7 +159,7 @@ def test_a_death_ends_groups_of_the_dead_and_leaves_the_others() -> None:
 
 
 def test_a_wait_for_a_rank_that_leaves_ends_with_the_cause() -> None:
-    def live(comm: uni.Communicator) -> Any:
+    def program(comm: uni.Communicator) -> Any:
         if comm.rank == 1:
             comm.recv_bytes(0)
             comm.close()
@@ -171,12 +171,12 @@ def test_a_wait_for_a_rank_that_leaves_ends_with_the_cause() -> None:
         }
         if comm.rank == 0:
             comm.send(b"you may go", 1)
-        with heard_in_time():
+        with ends_in_time():
             error = ended_by(PeerLost, waits[comm.rank])
         return error.ranks, "left" in error.cause
 
     worlds = uni.local(4)
-    assert run_each(live, worlds).values() == [((1,), True), None, ((1,), True), ((1,), True)]
+    assert run_each(program, worlds).values() == [((1,), True), None, ((1,), True), ((1,), True)]
     close_all(worlds)
 
 
@@ -194,7 +194,7 @@ def test_a_rank_has_left_when_both_lanes_say_so(first: Lane) -> None:
 
 
 def test_what_was_sent_before_leaving_stays_receivable() -> None:
-    def live(comm: uni.Communicator) -> Any:
+    def program(comm: uni.Communicator) -> Any:
         if comm.rank == 1:
             for i in range(5):
                 comm.send(np.array([i]), 0, tag=i % 2)
@@ -208,7 +208,7 @@ def test_what_was_sent_before_leaving_stays_receivable() -> None:
         ended_by(PeerLost, lambda: comm.recv(got, 1))
         return order
 
-    assert run_ranks(live, 2)[0] == [1, 0, 3, 2, 4]
+    assert run_ranks(program, 2)[0] == [1, 0, 3, 2, 4]
 
 
 @pytest.mark.parametrize("collective", list(NAMED))
@@ -229,7 +229,7 @@ def test_a_rank_that_has_done_its_part_may_leave(collective: str) -> None:
 
 
 def test_leaving_a_group_is_not_leaving_the_world() -> None:
-    def live(world: uni.Communicator) -> Any:
+    def program(world: uni.Communicator) -> Any:
         group = world.sub([0, 1])
         if world.rank == 1:
             group.close()
@@ -239,11 +239,11 @@ def test_leaving_a_group_is_not_leaving_the_world() -> None:
             assert (error.ranks, error.communicator) == ((1,), "world.sub(0,1)")
         return world.all_reduce(1)
 
-    assert list(run_ranks(live, 2)) == [2, 2]
+    assert list(run_ranks(program, 2)) == [2, 2]
 
 
 def test_children_leave_with_their_parent() -> None:
-    def live(world: uni.Communicator) -> Any:
+    def program(world: uni.Communicator) -> Any:
         child = world.split(0)
         assert child is not None
         grandchild = child.split(0)
@@ -258,14 +258,14 @@ def test_children_leave_with_their_parent() -> None:
         return [ended_by(PeerLost, comm.barrier).ranks for comm in (grandchild, child, world)]
 
     worlds = uni.local(2)
-    assert run_each(live, worlds).values() == [[(1,)] * 3, [True, True]]
+    assert run_each(program, worlds).values() == [[(1,)] * 3, [True, True]]
     close_all(worlds)
 
 
 def test_a_communicator_that_is_dropped_is_lost_to_the_others() -> None:
     worlds = uni.local(3)
     works = [worlds[0].start.recv_bytes(2), worlds[1].start.all_reduce(1)]
-    with heard_in_time():
+    with ends_in_time():
         worlds.pop()
         gc.collect()
         for work in works:
@@ -279,25 +279,25 @@ def test_a_communicator_that_is_dropped_is_lost_to_the_others() -> None:
 
 
 @contextmanager
-def held_up(world: uni.Communicator, by: uni.Communicator) -> Iterator[Callable[[], None]]:
+def delivery_blocked(world: uni.Communicator, by: uni.Communicator) -> Iterator[Callable[[], None]]:
     """Block the delivery to a rank: a thread is busy with one message, and later ones queue behind it.
 
     Yields a function that ends the block.
     """
-    group, hears, may_go = world._group, threading.Event(), threading.Event()
+    group, is_busy, may_go = world._group, threading.Event(), threading.Event()
     on_control_message = group.on_control_message
 
-    def slowly(sender: int, news: Any) -> None:
-        if isinstance(news, StallQuery) and not hears.is_set():
-            hears.set()
+    def slowly(sender: int, message: Any) -> None:
+        if isinstance(message, StallQuery) and not is_busy.is_set():
+            is_busy.set()
             may_go.wait(PATIENCE_S)
-        on_control_message(sender, news)
+        on_control_message(sender, message)
 
     group.on_control_message = slowly  # type: ignore[method-assign]
     query = StallQuery(group.context, 1 << 40, bytes(16))
     talker = threading.Thread(target=by._group.control.send, args=([world.rank], query))
     talker.start()
-    assert hears.wait(PATIENCE_S)
+    assert is_busy.wait(PATIENCE_S)
     try:
         yield may_go.set
     finally:
@@ -310,7 +310,7 @@ def test_an_abort_is_reported_before_the_loss_of_its_rank(what: str) -> None:
     """Rank 0 fails, aborts and leaves while delivery to rank 1 is blocked: its abort is reported first."""
     worlds = uni.local(3)
     work: uni.Work[Any] = worlds[1].start.recv_bytes(0) if what == "a message" else worlds[1].start.barrier()
-    with held_up(worlds[1], by=worlds[2]) as let_go:
+    with delivery_blocked(worlds[1], by=worlds[2]) as let_go:
         with pytest.raises(ZeroDivisionError), worlds[0]:
             raise ZeroDivisionError("by rank 0")
         ended_by(DeadlineExceeded, lambda: work.wait(0.05))  # no loss is reported yet
@@ -330,7 +330,7 @@ def test_a_survivor_that_leaves_because_of_a_death_is_not_the_culprit() -> None:
         worlds[2].start.send(np.ones(100_000), 0),
     ]
     waiting = worlds[0].start.recv_bytes(3)
-    with held_up(worlds[1], by=worlds[2]) as let_go:
+    with delivery_blocked(worlds[1], by=worlds[2]) as let_go:
         backend_of(worlds[3]).kill("struck by lightning")
         with pytest.raises(PeerLost), worlds[0]:
             waiting.wait(PATIENCE_S)
@@ -346,38 +346,38 @@ def test_a_survivor_that_leaves_because_of_a_death_is_not_the_culprit() -> None:
 def test_a_cause_in_the_world_explains_a_missing_rank_in_a_group(what: str) -> None:
     """Rank 0 fails; rank 1 therefore leaves before it has made the group in which rank 2 waits for it."""
 
-    def live(world: uni.Communicator) -> Any:
+    def program(world: uni.Communicator) -> Any:
         if world.rank == 0:
             for peer in (1, 2):
                 world.recv_bytes(peer)
-            raise Mishap("the root of it")
+            raise ProgramError("the root of it")
         group = world.sub([1, 2]) if world.rank == 2 else world
         work = group.start.recv_bytes(0) if what == "a message" else group.start.barrier()
         world.send(b"ready", 0)
         return work.wait(PATIENCE_S)
 
     for _ in range(10):
-        ended = run_ranks(live, 3)
+        ended = run_ranks(program, 3)
         for error in ended[1:]:
             assert isinstance(error, PeerAborted), repr(error)
             assert error.rank == 0
-            assert "Mishap: the root of it" in str(error)
+            assert "ProgramError: the root of it" in str(error)
 
 
 def test_a_sendrecv_of_which_half_has_ended_ends_too() -> None:
     """At the interruption the receive has matched; the send, which has not, must not go on waiting."""
 
-    def live(comm: uni.Communicator) -> Any:
+    def program(comm: uni.Communicator) -> Any:
         turns = 0
         while True:
             if comm.rank == 3 and turns == 20:
-                raise Mishap("enough of it")
+                raise ProgramError("enough of it")
             right, left = (comm.rank + 1) % 4, (comm.rank - 1) % 4
             comm.sendrecv(np.ones(20), right, np.empty(20), left)
             turns += 1
 
     for _ in range(40):
-        for error in run_ranks(live, 4, config=Config(eager_bytes=16))[:3]:
+        for error in run_ranks(program, 4, config=Config(eager_bytes=16))[:3]:
             assert isinstance(error, PeerAborted)
             assert error.rank == 3
 
@@ -387,7 +387,7 @@ def test_a_rank_that_dies_while_it_waits_for_a_control_message_ends_too(what: st
     """It has seen that rank 0 has left, but never gets the cause."""
     worlds = reference_local(3)
     work: uni.Work[Any] = worlds[1].start.recv_bytes(0) if what == "a message" else worlds[1].start.barrier()
-    with held_up(worlds[1], by=worlds[2]) as let_go:
+    with delivery_blocked(worlds[1], by=worlds[2]) as let_go:
         worlds[0].close()
         backend_of(worlds[1]).kill()
         let_go()
@@ -398,7 +398,7 @@ def test_a_rank_that_dies_while_it_waits_for_a_control_message_ends_too(what: st
 def test_the_cause_is_passed_on_through_a_chain_of_ranks_that_leave() -> None:
     """Each rank waits for the next one. The last dies, and all leave one after another: all name the last."""
 
-    def live(comm: uni.Communicator) -> Any:
+    def program(comm: uni.Communicator) -> Any:
         if comm.rank == comm.size - 1:
             for peer in range(comm.size - 1):
                 comm.recv_bytes(peer, 1)
@@ -410,7 +410,7 @@ def test_the_cause_is_passed_on_through_a_chain_of_ranks_that_leave() -> None:
         return None
 
     for _ in range(5):
-        ended = run_each(live, reference_local(6))
+        ended = run_each(program, reference_local(6))
         for error in ended[:-1]:
             assert isinstance(error, PeerLost)
             assert error.ranks == (5,)

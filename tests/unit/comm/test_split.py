@@ -304,7 +304,7 @@ def test_started_splits_overlap_nest_and_leave_out_ranks_without_a_color() -> No
     assert run_ranks(program, 4).values() == [evens, odds, evens, odds]
 
 
-def test_a_started_split_makes_its_group_when_it_ends_although_nobody_waits() -> None:
+def test_a_started_split_makes_its_group_when_it_ends_although_no_thread_waits() -> None:
     """Otherwise a member could wait for ever for a member that has closed the parent."""
 
     def program(comm: uni.Communicator) -> Any:

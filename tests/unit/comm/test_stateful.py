@@ -37,7 +37,7 @@ pytestmark = pytest.mark.more
 LIFE = settings(derandomize=True, deadline=None, database=None, max_examples=70, stateful_step_count=30)
 
 # The causes that break a group, and the error that its members get from then on.
-TOLD = {
+ERROR_AFTER = {
     "late": uni.DeadlineExceeded,
     "mismatch": uni.CollectiveMismatch,
     "cancelled": uni.PeerAborted,
@@ -389,7 +389,7 @@ class Life(RuleBasedStateMachine):
         if rank in group.closed:
             return uni.ClosedError
         if group.broken is not None and (is_collective or group.is_aborted):
-            return TOLD[group.broken]
+            return ERROR_AFTER[group.broken]
         return None
 
     def despair(self, group: Group, rank: int, source: Any) -> type[Exception] | None:
@@ -464,7 +464,7 @@ class Life(RuleBasedStateMachine):
         return [g for g in self.all if rank in g.members and rank not in g.closed and not g.is_aborted]
 
     @invariant()
-    def everyone_knows_who_they_are(self):
+    def every_rank_has_its_own_rank(self):
         for group in getattr(self, "all", []):
             for rank, comm in group.comms.items():
                 assert (comm.rank, comm.size) == (group.here(rank), len(group.members))

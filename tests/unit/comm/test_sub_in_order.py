@@ -13,15 +13,15 @@ import unisono as uni
 
 
 def test_members_keep_the_order_they_are_given_in() -> None:
-    def live(comm: uni.Communicator) -> tuple[int, list[int]]:
+    def program(comm: uni.Communicator) -> tuple[int, list[int]]:
         group = comm._sub((2, 0, 1))
         return group.rank, group.all_gather(comm.rank).tolist()
 
-    assert list(run_ranks(live, 3)) == [(1, [2, 0, 1]), (2, [2, 0, 1]), (0, [2, 0, 1])]
+    assert list(run_ranks(program, 3)) == [(1, [2, 0, 1]), (2, [2, 0, 1]), (0, [2, 0, 1])]
 
 
 def test_a_group_for_a_purpose_is_made_when_a_member_needs_it_and_counts_for_no_other() -> None:
-    def live(comm: uni.Communicator) -> list[Any]:
+    def program(comm: uni.Communicator) -> list[Any]:
         everyone = tuple(range(comm.size))
         if comm.rank == 0:
             comm._sub(everyone, "watching")  # no other member needs it yet
@@ -32,11 +32,11 @@ def test_a_group_for_a_purpose_is_made_when_a_member_needs_it_and_counts_for_no_
         del watching
         return found
 
-    assert list(run_ranks(live, 2)) == [[3, 20]] * 2
+    assert list(run_ranks(program, 2)) == [[3, 20]] * 2
 
 
 def test_works_of_a_lenient_group_are_dropped_without_a_warning() -> None:
-    def live(comm: uni.Communicator) -> list[str]:
+    def program(comm: uni.Communicator) -> list[str]:
         comm._let_works_go()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -47,4 +47,4 @@ def test_works_of_a_lenient_group_are_dropped_without_a_warning() -> None:
             comm.barrier()
         return [str(w.message) for w in caught if w.category is ResourceWarning]
 
-    assert list(run_ranks(live, 2)) == [[], []]
+    assert list(run_ranks(program, 2)) == [[], []]

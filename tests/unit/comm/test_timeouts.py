@@ -13,7 +13,7 @@ from tests.support.failing_ranks import (
     SMALL,
     close_all,
     ended_by,
-    heard_in_time,
+    ends_in_time,
     metronome,  # noqa: F401
     one_collective,
     ramp,
@@ -43,7 +43,7 @@ def test_a_deadline_names_the_rank_that_did_not_come(algorithm: str, size: int) 
     absent = size - 2
     config = Config(stall_query_s=0.05)
 
-    def live(comm: uni.Communicator, timeout: float) -> Any:
+    def program(comm: uni.Communicator, timeout: float) -> Any:
         comm.barrier()
         if comm.rank == absent:
             for peer in range(size):
@@ -58,7 +58,7 @@ def test_a_deadline_names_the_rank_that_did_not_come(algorithm: str, size: int) 
 
     for timeout in (0.4, 1.6, 6.4):
         worlds = uni.local(size, config)
-        ended = run_each(functools.partial(live, timeout=timeout), worlds).values()
+        ended = run_each(functools.partial(program, timeout=timeout), worlds).values()
         close_all(worlds)
         named = [on for rank, on in enumerate(ended) if rank != absent]
         if named == [(absent,)] * (size - 1):
@@ -67,7 +67,7 @@ def test_a_deadline_names_the_rank_that_did_not_come(algorithm: str, size: int) 
 
 
 def test_a_rank_that_was_late_is_not_blamed_for_one_that_never_came() -> None:
-    def live(comm: uni.Communicator) -> Any:
+    def program(comm: uni.Communicator) -> Any:
         if comm.rank == 2:
             for peer in (0, 1, 3):
                 comm.recv_bytes(peer, 1)
@@ -79,7 +79,7 @@ def test_a_rank_that_was_late_is_not_blamed_for_one_that_never_came() -> None:
         return error.waiting_on
 
     worlds = uni.local(4, Config(stall_query_s=0.05))
-    assert run_each(live, worlds).values() == [(2,), (2,), None, (2,)]
+    assert run_each(program, worlds).values() == [(2,), (2,), None, (2,)]
     close_all(worlds)
 
 
@@ -122,7 +122,7 @@ def test_a_collective_that_ended_early_ends_the_communicator_and_messages_pass(h
         assert works[1].cancel()
     else:
         works.append(worlds[1].start.barrier(timeout=0.05))
-    with heard_in_time():
+    with ends_in_time():
         for work in works:
             ended_by(kind, lambda work=work: work.wait(PATIENCE_S))
     texts = set()
@@ -147,11 +147,11 @@ def test_two_threads_on_one_communicator_are_ordered_and_never_mixed() -> None:
     size, turns = 3, 60
     worlds = uni.local(size, SMALL)
 
-    def live(place: tuple[uni.Communicator, int]) -> list[int]:
+    def program(place: tuple[uni.Communicator, int]) -> list[int]:
         comm, base = place
         return [int(comm.all_reduce(np.full(70, base))[0]) for _ in range(turns)]
 
-    ended = run_each(live, [(world, base) for world in worlds for base in (1, 1000)]).values()
+    ended = run_each(program, [(world, base) for world in worlds for base in (1, 1000)]).values()
     sums = [tuple(sorted(ended[2 * rank] + ended[2 * rank + 1])) for rank in range(size)]
     assert sums[0] == sums[1] == sums[2], "every rank saw the same sums"
     assert sum(sums[0]) == turns * size * 1001, "every contribution is in exactly one of them"
@@ -163,7 +163,7 @@ def test_two_threads_with_different_calls_get_the_right_answer_or_a_mismatch() -
     for _ in range(10):
         worlds = uni.local(2, Config(stall_query_s=0.02))
 
-        def live(place: tuple[uni.Communicator, str]) -> Any:
+        def program(place: tuple[uni.Communicator, str]) -> Any:
             comm, verb = place
             for turn in range(20):
                 if verb == "sum":
@@ -172,7 +172,7 @@ def test_two_threads_with_different_calls_get_the_right_answer_or_a_mismatch() -
                     gathered = comm.all_gather(np.array([comm.rank, turn], np.int32))
                     assert gathered.tolist() == [[0, turn], [1, turn]]
 
-        ended = run_each(live, [(world, verb) for world in worlds for verb in ("sum", "gather")])
+        ended = run_each(program, [(world, verb) for world in worlds for verb in ("sum", "gather")])
         for result in ended:
             assert result is None or isinstance(result, CollectiveMismatch), repr(result)
         close_all(worlds)
@@ -191,7 +191,7 @@ def test_many_communicators_and_threads_at_once_do_not_meet() -> None:
     worlds = uni.local(size, SMALL)
     groups = run_each(make, worlds).values()
 
-    def live(place: tuple[int, uni.Communicator]) -> None:
+    def program(place: tuple[int, uni.Communicator]) -> None:
         number, comm = place
         rng = random.Random(f"{number} {comm.size} {comm.name}")
         for turn in range(turns):
@@ -201,14 +201,14 @@ def test_many_communicators_and_threads_at_once_do_not_meet() -> None:
             comm.sendrecv(ramp(40, comm.rank + number, turn), right, got, left, tag=turn)
             np.testing.assert_array_equal(got, ramp(40, left + number, turn))
 
-    run_each(live, [(i, comm) for made in groups for i, comm in enumerate(made)]).values()
+    run_each(program, [(i, comm) for made in groups for i, comm in enumerate(made)]).values()
     close_all(worlds)
 
 
 def test_a_verb_inside_a_reduce_function_is_carried_on() -> None:
     """Only the thread that waits there could continue the work: it must not wait for itself."""
 
-    def live(comm: uni.Communicator) -> Any:
+    def program(comm: uni.Communicator) -> Any:
         inner = comm.split(0)
         assert inner is not None
 
@@ -217,4 +217,4 @@ def test_a_verb_inside_a_reduce_function_is_carried_on() -> None:
 
         return comm.all_reduce(np.ones(3), uni.op(add, name="nested"), algorithm="doubling").tolist()
 
-    assert list(run_ranks(live, 2)) == [[2, 2, 2], [2, 2, 2]]
+    assert list(run_ranks(program, 2)) == [[2, 2, 2], [2, 2, 2]]

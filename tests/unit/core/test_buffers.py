@@ -145,7 +145,7 @@ def test_a_number_comes_back_as_a_number_of_its_kind(number, dtype, kind):
     assert row.shape == (3,)
 
 
-def test_a_number_of_a_subclass_travels_as_what_it_is():
+def test_a_number_of_a_subclass_is_sent_as_its_base_type():
     class Metres(float):
         pass
 
@@ -168,7 +168,7 @@ def test_results_come_back_in_the_kind_of_the_arguments():
     assert view(MEMORIES["torch bfloat16"][0], "x").like((0, 3)).give().shape == (0, 3)
 
 
-def test_a_copy_is_apart_and_equal():
+def test_a_copy_is_equal_and_shares_no_memory():
     seen = view(ramp(6), "x")
     copied = seen.copy()
     assert not copied.overlaps(seen)
@@ -276,7 +276,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("given", "words"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
-def test_what_is_no_memory_of_ours_is_refused_in_words(given, words):
+def test_unsupported_memory_is_refused_with_a_reason(given, words):
     with pytest.raises(UsageError) as caught:
         view(given, "x")
     assert words in str(caught.value)
@@ -303,7 +303,7 @@ UNWRITABLE = [
 
 
 @pytest.mark.parametrize(("given", "words"), [r[1:] for r in UNWRITABLE], ids=[r[0] for r in UNWRITABLE])
-def test_what_cannot_be_filled_in_place_is_refused_and_still_can_be_read(given, words):
+def test_memory_that_cannot_be_filled_in_place_is_refused_but_can_be_read(given, words):
     with pytest.raises(UsageError) as caught:
         view(given, "x", writable=True)
     assert words in str(caught.value)

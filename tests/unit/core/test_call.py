@@ -14,7 +14,7 @@ from unisono.errors import PeerLost, UnisonoError, UsageError
     [(UsageError("holds float32"), UsageError), (withdrawn(), PeerLost), (PeerLost(0), PeerLost)],
     ids=["refused", "withdrawn", "lost"],
 )
-def test_a_message_that_was_refused_ends_the_call_although_its_sender_has_left(
+def test_a_refused_message_ends_the_call_although_its_sender_has_left(
     ended_by: UnisonoError, raised: type[UnisonoError]
 ) -> None:
     request = Request(0)

@@ -87,7 +87,7 @@ def test_helpers_of_python_are_no_lines_of_the_user():
     assert not call_site.is_users(threading.__file__)
 
 
-def test_programs_may_compile_without_end(comm: uni.Communicator, library: str):
+def test_programs_may_compile_any_number_of_code_objects(comm: uni.Communicator, library: str):
     for number in range(5000):
         made_in(f"/generated/{number}.py")(comm.start.barrier).wait()
     assert started_by(made_in("/generated/0.py"), comm) == "/generated/0.py"

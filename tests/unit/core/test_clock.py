@@ -47,7 +47,7 @@ def wait_until(condition) -> None:
     """Yield to the other threads until a condition holds."""
     end = time.monotonic() + PATIENCE_S
     while not condition():
-        assert time.monotonic() < end, "it never happened"
+        assert time.monotonic() < end, "the condition did not become true"
         time.sleep(0)
 
 
@@ -81,7 +81,7 @@ def test_no_limit_never_passes(timeout):
 @pytest.mark.parametrize(
     "timeout", [-1, -0.001, math.nan, -math.inf, True, False, "1", b"1", [1], 1j, -(10**400)]
 )
-def test_a_senseless_timeout_is_refused_before_anything_happens(timeout):
+def test_an_invalid_timeout_is_refused_before_anything_happens(timeout):
     with pytest.raises(UsageError, match=r"timeout=.*; allowed: seconds >= 0, or None for no limit"):
         RealRuntime().deadline(timeout)
 
@@ -100,14 +100,14 @@ def test_the_clock_never_goes_back():
 def test_waiting_ends_with_the_event_or_the_time():
     runtime = RealRuntime()
     event = runtime.event()
-    who = lambda: Waiting(0, (), "test")  # noqa: E731
-    assert runtime.block(event, 0, who) is False
+    waiting = lambda: Waiting(0, (), "test")  # noqa: E731
+    assert runtime.block(event, 0, waiting) is False
     event.set()
-    assert runtime.block(event, None, who) is True
-    assert runtime.block(event, math.inf, who) is True
+    assert runtime.block(event, None, waiting) is True
+    assert runtime.block(event, math.inf, waiting) is True
     event.clear()
     threading.Timer(0, event.set).start()
-    assert runtime.block(event, math.inf, who) is True
+    assert runtime.block(event, math.inf, waiting) is True
     before = runtime.now()
     runtime.sleep(0.01)
     assert runtime.now() - before >= 0.01
@@ -168,7 +168,7 @@ def test_a_signal_at_any_point_of_a_wait_leaves_the_event_usable(is_open: bool) 
         (Waiting(2, (0, 3), "barrier #4"), "rank 2 waits for ranks 0, 3 in barrier #4"),
     ],
 )
-def test_waiting_reads_as_a_sentence(waiting, text):
+def test_the_description_of_a_wait_is_a_sentence(waiting, text):
     assert str(waiting) == text
 
 
@@ -187,13 +187,13 @@ def test_timers_run_in_the_order_of_their_times_on_one_thread():
     assert len({thread for _, _, thread in ran}) == 1
 
 
-def test_a_time_that_has_passed_is_now():
+def test_a_timer_whose_time_has_passed_runs_at_once():
     runtime, done = RealRuntime(), threading.Event()
     runtime.call_at(0.0, done.set)
     assert done.wait(PATIENCE_S)
 
 
-def test_an_earlier_timer_overtakes_one_that_is_waited_for():
+def test_a_new_earlier_timer_runs_first():
     runtime, ran, done = RealRuntime(), [], threading.Event()
     late = runtime.call_at(runtime.now() + 3600, lambda: ran.append("late"))
     wait_until(lambda: runtime._timers._changed._waiters)  # the timer thread sleeps
@@ -204,7 +204,7 @@ def test_an_earlier_timer_overtakes_one_that_is_waited_for():
     assert ran == []
 
 
-def test_the_thread_ends_when_there_is_nothing_left_and_comes_back_when_there_is():
+def test_the_timer_thread_ends_after_the_last_timer_and_is_started_again():
     runtime = RealRuntime()
     for _ in range(5):
         done = threading.Event()
@@ -215,7 +215,7 @@ def test_the_thread_ends_when_there_is_nothing_left_and_comes_back_when_there_is
     assert not runtime._timers._heap
 
 
-def test_the_thread_ends_when_the_last_timer_is_cancelled():
+def test_the_timer_thread_ends_when_the_last_timer_is_cancelled():
     runtime = RealRuntime()
     timers = [runtime.call_at(runtime.now() + 3600, lambda: None) for _ in range(20)]
     assert len(timer_threads()) == 1
@@ -248,7 +248,7 @@ def test_a_cancelled_timer_does_not_run():
     timers[1].cancel()  # too late, and without effect
 
 
-def test_a_timer_that_fails_costs_the_others_nothing(caplog):
+def test_a_timer_that_fails_does_not_affect_the_others(caplog):
     runtime, done = RealRuntime(), threading.Event()
     now = runtime.now()
     with caplog.at_level(logging.ERROR, "unisono"):
@@ -308,7 +308,7 @@ def test_timers_can_be_set_and_cancelled_from_many_threads():
 
 @pytest.mark.parametrize("timeout", [-1, math.nan, "soon", True])
 @pytest.mark.parametrize("verb", ["recv", "probe", "barrier", "all_reduce", "send", "split"])
-def test_every_verb_refuses_a_senseless_timeout(verb, timeout):
+def test_every_verb_refuses_an_invalid_timeout(verb, timeout):
     arguments = {"recv": (np.empty(1),), "all_reduce": (np.ones(1),), "send": (np.ones(1), 0), "split": (0,)}
     (world,) = uni.local(1)
     with world:
@@ -366,7 +366,7 @@ print("ended")
 """
 
 
-def test_frames_are_read_while_there_is_garbage_that_needs_the_lock_of_threads() -> None:
+def test_stacks_are_read_while_a_finalizer_needs_the_lock_of_threads() -> None:
     """CPython would deadlock: see current_frames."""
     ended = subprocess.run(
         [sys.executable, "-c", COLLECTS_WHILE_FRAMES_ARE_MADE], capture_output=True, text=True, timeout=60

@@ -280,7 +280,7 @@ def test_a_status_and_registered_named_tuples_arrive_as_themselves():
     assert same(unpack(pack((1, (2,)))), (1, (2,)))  # a plain tuple stays a tuple
 
 
-def test_a_status_that_somebody_made_by_force_is_packed_by_its_fields():
+def test_a_status_with_forged_fields_is_packed_by_its_fields():
     with pytest.raises((AttributeError, IndexError)):
         pack(tuple.__new__(uni.Status, (1,)))
     odd = tuple.__new__(uni.Status, (1, 2, 3, 4))
@@ -298,7 +298,7 @@ def test_arrays_in_keys_and_values_keep_their_places():
     assert same(item, np.arange(5.0))
 
 
-def test_what_cannot_travel_is_refused_with_the_next_step():
+def test_values_that_cannot_be_packed_are_refused_with_the_next_step():
     steps: list[tuple[object, str]] = [
         (Pair(1, 2), r"Next: uni.register\(Pair\) on every rank"),
         (Unregistered(), r"Next: uni.register\(Unregistered\) on every rank"),
@@ -556,7 +556,7 @@ def _deep(levels: int, make=lambda inner: [inner]) -> object:
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_what_cannot_travel_is_refused_with_the_place_where_it_stands(value, words):
+def test_values_that_cannot_be_packed_are_refused_with_their_position(value, words):
     with pytest.raises(UsageError, match=words):
         pack(value)
 
@@ -564,7 +564,7 @@ def test_what_cannot_travel_is_refused_with_the_place_where_it_stands(value, wor
 @pytest.mark.parametrize(
     "make", [lambda x: [x], lambda x: (x,), lambda x: {"k": x}, lambda x: {1: x}, lambda x: Point(0.0, x)]
 )
-def test_what_may_be_packed_may_be_unpacked_however_deep(make):
+def test_every_depth_that_can_be_packed_can_be_unpacked(make):
     deepest = 0
     for levels in range(1, 70):
         value = _deep(levels, make)
@@ -760,7 +760,7 @@ def test_no_module_turns_bytes_into_code(path):
         "np.load(f, allow_pickle=True)",
     ],
 )
-def test_the_scan_would_see_it(source):
+def test_the_scan_finds_forbidden_code(source):
     assert offences(source)
 
 
@@ -776,7 +776,7 @@ def test_nothing_of_pickle_is_loaded_by_the_codec():
     assert ours == theirs  # NumPy loads its own
 
 
-def test_structs_travel_like_dataclasses():
+def test_structs_are_packed_like_dataclasses():
     @register
     class Setting(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
         step_size: float
@@ -791,7 +791,7 @@ def test_structs_travel_like_dataclasses():
     assert back[1] == {"k": Setting(step_size=2.0)}
 
 
-def test_a_struct_that_refuses_what_came_is_a_protocol_error():
+def test_a_struct_that_rejects_its_fields_is_a_protocol_error():
     @register
     class Positive(msgspec.Struct):
         x: int

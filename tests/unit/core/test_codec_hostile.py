@@ -151,7 +151,7 @@ MALFORMED = [
     ("bytes of another length", head(BYTES_BLOB, u64(7)), EIGHT),
     ("text in memory that is no UTF-8", head(TEXT_BLOB, u64(8)), [b"\xff" * 8]),
     ("a class without a name", record(bytes([NONE]), bytes([TUPLE, 0]), bytes([LIST, 0])), []),
-    ("a class that nobody registered", record(text("os.system"), XY, bytes([LIST, 2, NONE, NONE])), []),
+    ("a class that is not registered", record(text("os.system"), XY, bytes([LIST, 2, NONE, NONE])), []),
     ("a class that is importable", record(text("subprocess.Popen"), bytes([TUPLE, 0]), bytes([LIST, 0])), []),
     ("other fields", record(POINT, bytes([TUPLE, 1]) + text("x"), bytes([LIST, 1, NONE])), []),
     ("too few values", record(POINT, XY, bytes([LIST, 1, NONE])), []),
@@ -180,7 +180,7 @@ def test_the_builder_of_these_tests_makes_what_the_codec_reads():
     assert unpack(head(EXTENSION, COMPLEX, TUPLE, 2, (bytes([FLOAT64]) + bytes(8)) * 2)) == 0j
 
 
-def test_every_cut_and_every_additional_byte_is_a_protocol_error():
+def test_a_truncated_or_extended_pack_is_a_protocol_error():
     value = ["text" * 80, b"x" * 300, {"k": (1, 2.5, None)}, np.arange(3), 2**70, {1}, Point(1.0), "t" * 5000]
     packed = pack(value)
     for at in range(len(packed)):
@@ -224,7 +224,7 @@ VALUES = st.recursive(
 
 @MANY
 @given(VALUES, st.data())
-def test_a_spoiled_pack_is_a_value_or_a_protocol_error(value, data):
+def test_a_corrupted_pack_is_a_value_or_a_protocol_error(value, data):
     packed = bytearray(pack(value))
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(packed) - 1))
@@ -256,7 +256,7 @@ def little_memory():
 
 
 @pytest.mark.usefixtures("little_memory")
-def test_no_bomb_takes_memory():
+def test_forged_lengths_take_no_memory():
     """Memory allocated by a forged length would raise a MemoryError here."""
     for _, data, blobs in MALFORMED:
         with pytest.raises(ProtocolError):
@@ -277,7 +277,7 @@ def test_no_bomb_takes_memory():
     ],
     ids=["lists in lists", "tuples in tuples", "dicts in dicts", "empty lists", "empty dicts", "empty sets"],
 )
-def test_what_a_message_takes_is_bounded_by_its_length(data):
+def test_the_memory_for_a_message_is_bounded_by_its_length(data):
     tracemalloc.start()
     try:
         with contextlib.suppress(ProtocolError):

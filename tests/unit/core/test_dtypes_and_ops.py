@@ -95,17 +95,17 @@ def test_an_identity_changes_nothing(name, operation):
 
 
 @pytest.mark.parametrize("given", ["add", "SUM", "", None, 5, ["sum"], sum, np.add])
-def test_what_is_no_operation_is_refused_with_those_that_are(given):
+def test_an_unknown_operation_is_refused_with_the_known_ones(given):
     with pytest.raises(UsageError, match=r"is unknown; allowed: sum, prod, .*mean or one made by"):
         as_op(given)
 
 
-def test_an_operation_of_ones_own_is_named_after_its_function():
+def test_a_users_operation_is_named_after_its_function():
     def longest(left, right):
         return left
 
     made = op(longest, commutative=False, identity=0)
-    assert made.name.endswith("test_an_operation_of_ones_own_is_named_after_its_function.<locals>.longest")
+    assert made.name.endswith("test_a_users_operation_is_named_after_its_function.<locals>.longest")
     assert made.name.startswith(__name__)
     assert (made.commutative, made.identity, made.code) == (False, 0, None)
     assert as_op(made) is made
@@ -114,7 +114,7 @@ def test_an_operation_of_ones_own_is_named_after_its_function():
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_an_operation_of_ones_own_may_not_pose_as_a_built_in(name):
+def test_a_users_operation_may_not_have_the_name_of_a_built_in(name):
     with pytest.raises(UsageError, match=f"{name!r} is the name of a built-in"):
         op(lambda left, right: left, name=name)
 
@@ -126,7 +126,7 @@ def test_only_the_built_in_mean_is_divided():
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_an_operation_of_ones_own_fits_every_type(name):
+def test_a_users_operation_fits_every_type(name):
     op(lambda left, right: left).check(DTYPES[name])
 
 
@@ -211,7 +211,7 @@ def test_an_unknown_type_is_refused_with_those_that_exist(name):
         dtype_named(name)
 
 
-def test_any_reads_as_a_user_writes_it():
+def test_the_repr_of_any_is_the_public_name():
     assert repr(uni.ANY) == "unisono.ANY"
     assert TAG_MAX == 2**31 - 1
     assert uni.Status(1, 2, 3)._asdict() == {"source": 1, "tag": 2, "nbytes": 3}

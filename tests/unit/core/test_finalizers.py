@@ -25,7 +25,7 @@ class Node:
 
 
 @pytest.mark.parametrize("is_cyclic", [False, True])
-def test_the_call_follows_on_another_thread(is_cyclic: bool) -> None:
+def test_the_call_is_made_on_another_thread(is_cyclic: bool) -> None:
     called = threading.Event()
     threads: list[int] = []
 
@@ -46,7 +46,7 @@ def test_the_call_follows_on_another_thread(is_cyclic: bool) -> None:
     assert len(threads) == 1
 
 
-def test_calls_wait_while_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_wait_while_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short lack of memory must not end the thread for finalizers, after which none would be called."""
     runtime, called, refused = RealRuntime(), threading.Event(), threading.Event()
     start, attempts = threading._start_new_thread, itertools.count()  # type: ignore[attr-defined]
@@ -65,7 +65,7 @@ def test_calls_wait_while_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) 
     assert called.wait(PATIENCE_S)
 
 
-def test_a_timer_is_called_though_no_thread_could_be_had_for_an_earlier_one(
+def test_a_timer_is_called_although_no_thread_could_be_started_for_an_earlier_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runtime, called = RealRuntime(), threading.Event()

@@ -598,9 +598,9 @@ def sample(dtype: DType, length: int, seed: int) -> Array:
 
 def at_offset(x: Array, offset: int) -> Array:
     """Copy x to memory that starts `offset` bytes after the start of a cache line."""
-    room = np.empty(x.nbytes + 64 + offset, np.uint8)
-    start = -room.ctypes.data % 64 + offset
-    moved = room[start : start + x.nbytes].view(x.dtype)
+    memory = np.empty(x.nbytes + 64 + offset, np.uint8)
+    start = -memory.ctypes.data % 64 + offset
+    moved = memory[start : start + x.nbytes].view(x.dtype)
     moved[:] = x
     return moved
 

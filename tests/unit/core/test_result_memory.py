@@ -83,7 +83,7 @@ def test_a_short_result_has_memory_of_its_own() -> None:
     assert (long.dtype, long.shape) == (np.float64, (POOLED_BYTES_MIN // 8,))
 
 
-def test_lengths_that_cannot_be() -> None:
+def test_impossible_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="from 0 on"):
         result_memory(-1)
     with pytest.raises(MemoryError):

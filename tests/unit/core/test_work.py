@@ -104,14 +104,14 @@ def in_thread(fn: Callable[[], object]) -> threading.Thread:
 def wait_until(condition: Callable[[], object]) -> None:
     end = time.monotonic() + PATIENCE_S
     while not condition():
-        assert time.monotonic() < end, "it never happened"
+        assert time.monotonic() < end, "the condition did not become true"
         time.sleep(0)
 
 
 # -- ends ------------------------------------------------------------------------------------------------
 
 
-def test_an_operation_that_needs_nobody_is_done_at_once():
+def test_an_operation_without_requests_is_done_at_once():
     def steps(call):
         return 42
         yield
@@ -160,7 +160,7 @@ def test_a_wait_that_times_out_leaves_the_work_going():
     assert work.wait(timeout=0) == "late"
 
 
-def test_a_work_is_carried_on_by_the_waiter_if_there_is_one():
+def test_a_waiting_thread_steps_the_work():
     request, seen = Request(0), []
 
     def steps(call):
@@ -175,7 +175,7 @@ def test_a_work_is_carried_on_by_the_waiter_if_there_is_one():
     assert seen == [waiter.ident]
 
 
-def test_a_work_without_a_waiter_is_continued_by_the_thread_that_ended_its_request():
+def test_a_work_without_a_waiter_is_stepped_by_the_thread_that_ended_its_request():
     request, seen = Request(0), []
 
     def steps(call):
@@ -216,7 +216,7 @@ def test_long_chains_of_works_do_not_recurse():
 # -- errors ----------------------------------------------------------------------------------------------
 
 
-def test_an_error_stands_where_it_happened_and_each_wait_gets_a_copy():
+def test_an_error_keeps_its_location_and_each_wait_gets_a_copy():
     request, steps = gate(error=PeerLost("gone", ranks=(1,), where=Location(elapsed_s=9.0)))
     work = start(steps)
     request.complete()
@@ -242,7 +242,7 @@ def test_a_foreign_error_is_raised_as_it_is_and_reaches_the_others_as_an_abort()
     assert "KeyError: 'k'" in str(abort)
 
 
-def test_consequences_come_before_the_notification():
+def test_the_end_of_a_work_is_handled_before_waiters_are_notified():
     request, steps = gate()
     order: list[str] = []
     started = Started(steps, on_end=lambda error: order.append(f"end, done={started.task.is_done()}"))
@@ -285,7 +285,7 @@ def test_an_interrupted_operation_is_notified_and_cleans_up():
     work._task.interrupt(ClosedError("first"))
     work._task.interrupt(ClosedError("second"))
     assert thrown == ["first"]
-    assert not work.done(), "its memory is still in use"
+    assert not work.done(), "the memory of the operation is still in use"
     cleanup.complete()
     with pytest.raises(ClosedError, match="first"):
         work.wait()
@@ -358,7 +358,7 @@ def test_an_unreachable_peer_is_noticed_when_the_task_is_woken():
     assert thrown == ["all are gone"]
 
 
-def test_an_interruption_loses_against_an_end_that_has_come():
+def test_an_interruption_after_the_end_of_its_request_has_no_effect():
     request = Request(0)
 
     def steps(call):
@@ -388,7 +388,7 @@ def expiring(steps, seconds: float, **how) -> Started:
     return Started(steps, deadline=runtime.deadline(seconds), runtime=runtime, **how)
 
 
-def test_a_started_work_expires_although_nobody_waits():
+def test_a_started_work_expires_although_no_thread_waits():
     thrown: list[str] = []
     work = expiring(careful(Request(0), thrown), 0.01, waiting_on=lambda: (5,)).begin()
     wait_until(work.done)
@@ -398,7 +398,7 @@ def test_a_started_work_expires_although_nobody_waits():
     assert "the work goes on" not in str(caught.value)
 
 
-def test_a_waiter_sees_to_the_deadline_of_a_work_without_timers():
+def test_a_waiter_keeps_the_deadline_of_a_work_without_timers():
     work = expiring(careful(Request(0), []), 0.01, timers=False).begin()
     with pytest.raises(DeadlineExceeded, match=r"test did not end within 0\.01 s"):
         work.wait(timeout=PATIENCE_S)
@@ -412,7 +412,7 @@ def test_a_rank_known_to_be_absent_is_named_first():
         work.wait()
 
 
-def test_waiting_for_an_expired_work_to_settle_costs_nothing():
+def test_a_waiter_sleeps_until_an_expired_work_has_ended():
     """Its request was matched just before the deadline and ends later: the waiter sleeps meanwhile."""
     runtime, cleanup = CountingRuntime(), Request(0)
     started = expiring(careful(Request(0), [], cleanup), 0.0, timers=False, runtime=runtime)
@@ -422,7 +422,7 @@ def test_waiting_for_an_expired_work_to_settle_costs_nothing():
     assert runtime.looks < 100
 
 
-def test_waiting_for_a_long_step_past_the_deadline_costs_nothing():
+def test_a_waiter_sleeps_during_a_long_step_past_the_deadline():
     runtime, inside, go_on = CountingRuntime(), threading.Event(), threading.Event()
 
     def steps(call):
@@ -498,7 +498,7 @@ def test_a_work_that_is_dropped_after_its_end_does_not():
     gc.collect()
 
 
-def test_cancelling_ends_the_work_and_tells_whether_it_did():
+def test_cancelling_ends_the_work_and_returns_whether_it_did():
     thrown: list[str] = []
     work = start(careful(Request(0), thrown))
     assert work.cancel() is True
@@ -536,7 +536,7 @@ def test_a_cancelled_receive_leaves_its_message_to_the_next():
 @pytest.mark.parametrize("is_slow", [False, True], ids=["", "another thread hears of it"])
 def test_a_cancelled_collective_ends_the_communicator_for_all_and_messages_still_pass(is_slow: bool):
     """Its messages are sent already, but rank 1 gets the reason of rank 0's end before rank 0's message."""
-    is_ready, is_heard = threading.Event(), threading.Event()
+    is_ready, is_dispatched = threading.Event(), threading.Event()
 
     def program(comm):
         if comm.rank == 0:
@@ -549,7 +549,7 @@ def test_a_cancelled_collective_ends_the_communicator_for_all_and_messages_still
                 dispatch_slowly(comm.backend.runtime._completions)
             is_ready.set()
             if is_slow:
-                assert is_heard.wait(PATIENCE_S)
+                assert is_dispatched.wait(PATIENCE_S)
             comm.recv(np.ones(1), 0)
         for _ in range(2):
             with pytest.raises(PeerAborted, match="rank 0 cancelled all_reduce") as caught:
@@ -561,7 +561,7 @@ def test_a_cancelled_collective_ends_the_communicator_for_all_and_messages_still
         dispatch_one = completions._dispatch_one
 
         def dispatch_late(*details) -> None:
-            is_heard.set()
+            is_dispatched.set()
             time.sleep(0.005)
             dispatch_one(*details)
 
@@ -570,7 +570,7 @@ def test_a_cancelled_collective_ends_the_communicator_for_all_and_messages_still
     run_ranks(program, 2).values()
 
 
-def test_a_cancelled_sendrecv_takes_its_message_back():
+def test_a_cancelled_sendrecv_withdraws_its_message():
     def program(comm):
         if comm.rank == 0:
             big = np.ones(100_000)
@@ -582,7 +582,7 @@ def test_a_cancelled_sendrecv_takes_its_message_back():
     assert run_ranks(program, 2).values() == [None, None]
 
 
-class Impatient(RealRuntime):
+class InterruptedClock(RealRuntime):
     """A clock that raises KeyboardInterrupt at the first wait."""
 
     def block(self, event, timeout, waiting, *, is_limited=True):
@@ -596,7 +596,7 @@ def test_ctrl_c_in_a_receive_withdraws_it(monkeypatch):
     with world:
         runtime = world.backend.runtime
         with monkeypatch.context() as patch:
-            patch.setattr(type(runtime), "block", Impatient.block)
+            patch.setattr(type(runtime), "block", InterruptedClock.block)
             with pytest.raises(KeyboardInterrupt):
                 world.recv(np.empty(1), src=0, tag=4)
         world.send(np.ones(1), 0, tag=4)
@@ -617,7 +617,7 @@ def test_a_reduce_operation_that_raises_ends_the_collective_everywhere():
     ended = run_ranks(program, 3).values()
     culprits = [rank for rank, (name, _) in enumerate(ended) if name == "ZeroDivisionError"]
     assert culprits
-    assert {rank for _, rank in ended} <= set(culprits), "every rank blames one that really failed"
+    assert {rank for _, rank in ended} <= set(culprits), "every rank names a rank that failed"
 
 
 # -- several waiting threads -----------------------------------------------------------------------------
@@ -689,7 +689,7 @@ def test_wait_all_reports_the_first_error_after_all_ended():
     for request, _ in gates[:3]:
         request.complete()
     waiter.join(0.05)
-    assert waiter.is_alive(), "the last one has not ended"
+    assert waiter.is_alive(), "the last work has not ended"
     gates[3][0].complete()
     waiter.join(PATIENCE_S)
     assert ended == [True] * 4

@@ -39,7 +39,7 @@ def show(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ranks_share_the_cores_and_it_is_said_once(show: str, ranks: int) -> None:
+def test_ranks_share_the_cores_and_that_is_logged_once(show: str, ranks: int) -> None:
     code, out, err = run("-n", str(ranks), show)
     share = max(1, cores() // ranks)
     assert code == 0
@@ -47,7 +47,7 @@ def test_ranks_share_the_cores_and_it_is_said_once(show: str, ranks: int) -> Non
     assert err.count(f"OMP_NUM_THREADS={share} for each of {ranks} ranks") == (ranks > 1)
 
 
-def test_what_the_user_has_set_stays_and_nothing_is_said(show: str) -> None:
+def test_variables_that_the_user_has_set_stay_and_nothing_is_logged(show: str) -> None:
     code, out, err = run("-n", "2", show, OMP_NUM_THREADS="7", PYTHONFAULTHANDLER="")
     assert (code, sorted(out.splitlines()), err) == (0, ["[0]  7", "[1]  7"], "")
     code, out, err = run("-n", "1", "--env", "OMP_NUM_THREADS=5", show, OMP_NUM_THREADS="7")
@@ -65,7 +65,7 @@ def test_a_launcher_in_a_rank_does_not_take_our_number_for_the_users(show: str, 
     assert out.split("] ", 1)[1] == f"[0] 1 {cores()}\n"
 
 
-def test_a_crash_shows_where_it_was(tmp_path: Path) -> None:
+def test_a_crash_prints_its_stack(tmp_path: Path) -> None:
     (tmp_path / "crash.py").write_text(
         "import faulthandler\ndef deep():\n    faulthandler._sigsegv()\ndeep()\n"
     )

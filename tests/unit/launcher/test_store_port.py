@@ -29,7 +29,7 @@ def test_a_store_listens_at_the_kept_port_again_and_again() -> None:
                 pass
 
 
-def test_nobody_else_gets_the_port() -> None:
+def test_no_other_socket_gets_the_port() -> None:
     with contextlib.closing(StorePort()) as port:
         with pytest.raises(OSError, match="Address already in use"):
             listener(port.number, reuse=False)

@@ -252,8 +252,8 @@ def frames(*paths: str, error: str) -> list[bytes]:
 
 def test_frames_of_the_library_are_left_out_but_for_one_that_broke() -> None:
     mine, ours = "/home/me/x.py", f"{LIBRARY}/group.py"
-    told = frames("<frozen runpy>", mine, ours, ours, error="unisono.errors.PeerLost: rank 1 is gone")
-    assert without_library(told) == [*frames(mine, error="unisono.errors.PeerLost: rank 1 is gone")]
+    traceback = frames("<frozen runpy>", mine, ours, ours, error="unisono.errors.PeerLost: rank 1 is gone")
+    assert without_library(traceback) == [*frames(mine, error="unisono.errors.PeerLost: rank 1 is gone")]
     called_back = frames(mine, ours, mine, error="KeyError: 1")
     assert without_library(called_back) == frames(mine, mine, error="KeyError: 1")
     broken = frames(mine, ours, f"{LIBRARY}/work.py", error="AssertionError")
@@ -273,7 +273,7 @@ def test_a_program_that_cannot_begin_is_reported_once(program, tmp_path: Path, w
     assert len(err.splitlines()) <= 6
 
 
-def test_of_a_crash_the_thread_is_shown_that_crashed() -> None:
+def test_a_crash_report_shows_the_thread_that_crashed() -> None:
     dump = [
         "Fatal Python error: Aborted",
         "",
@@ -292,7 +292,7 @@ def test_of_a_crash_the_thread_is_shown_that_crashed() -> None:
     assert summary([Ended(3, -6, lines)], None) == [b"[3] Fatal Python error: Aborted, at b.py:2"]
 
 
-def test_words_of_a_chain_and_of_a_group_stay_together() -> None:
+def test_tracebacks_of_a_chain_and_of_a_group_stay_together() -> None:
     chain = [
         *frames("a.py", error="KeyError: 1"),
         b"",
@@ -384,7 +384,7 @@ FLOOD = "import os\nprint('pid', os.getpid(), flush=True)\nwhile True:\n    prin
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_launcher_obeys_signals_although_nobody_reads_its_output(program, number: signal.Signals) -> None:  # type: ignore[no-untyped-def]
+def test_a_launcher_obeys_signals_although_its_output_is_not_read(program, number: signal.Signals) -> None:  # type: ignore[no-untyped-def]
     with launched("-n", "2", program(FLOOD)) as launcher:
         pids = set()
         while len(pids) < 2:
@@ -400,7 +400,7 @@ def test_a_launcher_obeys_signals_although_nobody_reads_its_output(program, numb
         assert gone(list(pids), 1)
 
 
-def test_a_rank_that_fails_ends_the_others_although_nobody_reads(program, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_rank_that_fails_ends_the_others_although_the_output_is_not_read(program, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     os.mkfifo(tmp_path / "fifo")
     path = program(
         "import os\n"

@@ -46,7 +46,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_signals_grow_harder_with_time() -> None:
+def test_signals_escalate_with_time() -> None:
     escalation = Escalation(term_s=3.0)
     assert escalation.next_at is None
     escalation.begin(100.0, grace_s=5.0)
@@ -101,7 +101,7 @@ def test_a_process_that_ignores_sigterm_is_killed() -> None:
         assert process.was_told_to_end
 
 
-def test_what_a_process_leaves_in_its_group_ends_with_it() -> None:
+def test_processes_left_in_its_group_end_with_a_process() -> None:
     with Supervisor(term_s=1.0) as supervisor:
         process = supervisor.start(LEAVES_A_CHILD, os.environ, stdout=subprocess.PIPE, **HERE)
         stdout = process.popen.stdout

@@ -52,7 +52,7 @@ class Wire:
         self.ranks[1 - source].arrive(source, frame)
         return frame.kind
 
-    def settle(self) -> None:
+    def deliver_all(self) -> None:
         while waiting := [key for key, frames in self.under_way.items() if frames]:
             self.deliver(*waiting[0])
 
@@ -134,7 +134,7 @@ def test_a_lent_message_is_copied_before_its_send_ends_and_without_the_lock(nbyt
 
 
 @pytest.mark.parametrize("how", ["cancel", "close", "death"])
-def test_memory_that_is_lent_no_more_is_never_read(how):
+def test_memory_is_never_read_after_its_loan_has_ended(how):
     ranks, data = lenders(), bytearray(ramp(4099))
     send = lend(ranks, data)
     if how == "cancel":
@@ -180,7 +180,7 @@ def test_a_message_arrives_whole_on_both_sides_of_every_threshold(nbytes, sync, 
     request = wire.recv(into=memoryview(memory) if has_buffer else None)
     send = wire.send(data, sync=sync)
     assert send.done is (nbytes <= 100 and not sync)
-    wire.settle()
+    wire.deliver_all()
     assert send.error is request.error is None
     assert send.done
     assert bytes(memory if has_buffer else request.data) == (data + bytes(3) if has_buffer else data)
@@ -217,7 +217,7 @@ def test_a_cts_that_crosses_a_withdrawal_posts_the_receive_again_in_its_old_plac
     assert send.cancel()
     assert isinstance(send.error, ClosedError)
     later = wire.send(ramp(200, 5))
-    wire.settle()
+    wire.deliver_all()
     assert Kind.RTS_GONE in wire.kinds
     assert later.done
     # The second RTS arrived while only the second receive was posted.
@@ -225,7 +225,7 @@ def test_a_cts_that_crosses_a_withdrawal_posts_the_receive_again_in_its_old_plac
     assert not first.done
     wire.send(ramp(50, 9))
     wire.send(ramp(50, 11))
-    wire.settle()
+    wire.deliver_all()
     assert bytes(first.data) == ramp(50, 9)
 
 
@@ -235,7 +235,7 @@ def test_a_receive_posted_again_takes_what_has_been_queued_meanwhile():
     wire.deliver(0)
     assert send.cancel()
     wire.send(ramp(10, 4))
-    wire.settle()
+    wire.deliver_all()
     assert bytes(receive.data) == ramp(10, 4)
 
 
@@ -244,10 +244,10 @@ def test_a_receive_that_is_cancelled_after_its_cts_ends_when_the_rts_turns_out_t
     receive, send = wire.recv(), wire.send(ramp(200))
     wire.deliver(0)
     assert send.cancel()
-    assert not receive.cancel(), "it may still be served"
+    assert not receive.cancel(), "the data may still arrive"
     assert not receive.cancel()
     wire.send(ramp(10))
-    wire.settle()
+    wire.deliver_all()
     assert isinstance(receive.error, ClosedError)
     assert bytes(wire.recv().data) == ramp(10)
 
@@ -257,7 +257,7 @@ def test_a_receive_that_is_cancelled_after_its_cts_is_served_if_the_bytes_come()
     receive, send = wire.recv(), wire.send(ramp(1200))
     wire.deliver(0)
     assert not receive.cancel()
-    wire.settle()
+    wire.deliver_all()
     assert send.done
     assert not send.cancel()
     assert bytes(receive.data) == ramp(1200)
@@ -268,7 +268,7 @@ def test_an_rts_that_is_withdrawn_in_the_queue_is_never_seen_again():
     send = wire.send(ramp(200))
     wire.deliver(0)
     assert send.cancel()
-    wire.settle()
+    wire.deliver_all()
     assert not wire.ranks[1].probe(ANY, CONTEXT, ANY).done
 
 
@@ -276,10 +276,10 @@ def test_credit_comes_back_with_any_frame_and_at_a_quarter_without_one():
     wire = Wire()
     sends = [wire.send(ramp(100)) for _ in range(5)]
     assert [send.done for send in sends] == [True] * 4 + [False]
-    wire.settle()
+    wire.deliver_all()
     assert not wire.send(ramp(1)).done
     wire.recv()
-    wire.settle()
+    wire.deliver_all()
     assert Kind.CREDIT in wire.kinds
     assert wire.send(ramp(1)).done
 
@@ -299,7 +299,7 @@ def test_a_lane_that_is_full_does_not_fill_the_other():
 )
 @pytest.mark.parametrize("end", ["peer down", "close"])
 @pytest.mark.parametrize("side", [0, 1])
-def test_both_requests_end_once_whenever_a_rank_goes(nbytes, steps, end, side):
+def test_both_requests_end_once_whenever_a_rank_leaves(nbytes, steps, end, side):
     """After each frame of a rendezvous of two pieces, and of a short one: RTS, CTS, DATA, DATA, FIN."""
     wire = Wire()
     receive, send = wire.recv(), wire.send(ramp(nbytes), sync=True)
@@ -314,7 +314,7 @@ def test_both_requests_end_once_whenever_a_rank_goes(nbytes, steps, end, side):
         while wire.under_way[side, Lane.BULK]:
             wire.deliver(side)
     else:
-        wire.settle()
+        wire.deliver_all()
     other.peer_down(PeerDown(side, "gone", left=end == "close"))
     mine.peer_down(PeerDown(1 - side, "gone"))
     assert send.done
@@ -336,7 +336,7 @@ def test_a_rank_that_closes_sends_what_was_matched_and_withdraws_the_rest():
     wire.ranks[0].close()
     assert isinstance(unmatched.error, ClosedError)
     assert wire.ranks[0].protocol.is_sending()
-    wire.settle()
+    wire.deliver_all()
     assert not wire.ranks[0].protocol.is_sending()
     assert matched.error is None
     assert bytes(receive.data) == ramp(200)
@@ -369,7 +369,7 @@ def test_a_closed_rank_ends_a_receive_only_when_no_piece_is_being_written():
         Frame(Kind.GOODBYE),
     ],
 )
-def test_a_frame_that_is_impossible_now_breaks_the_protocol(frame):
+def test_a_frame_that_is_impossible_in_its_state_breaks_the_protocol(frame):
     wire = Wire()
     with pytest.raises(ProtocolError):
         wire.ranks[0].arrive(1, frame)
@@ -384,7 +384,7 @@ def test_a_frame_that_is_impossible_now_breaks_the_protocol(frame):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_all_messages_come_in_order_whatever_the_lanes_do_and_whoever_cancels(seed):
+def test_all_messages_arrive_in_order_with_any_order_of_lanes_and_any_cancellations(seed):
     """Random sends, receives, wildcards and cancellations; frames of different lanes in any order."""
     rng, wire = random.Random(seed), Wire()
     sends: list[tuple[Request, int, int]] = []
@@ -411,10 +411,10 @@ def test_all_messages_come_in_order_whatever_the_lanes_do_and_whoever_cancels(se
                     rng.choice(requests).cancel()
         if number > 150:
             break
-    wire.settle()
+    wire.deliver_all()
     while any(not send.done for send, *_ in sends):
         receives += [(wire.recv(0, tag), tag) for tag in range(2)]
-        wire.settle()
+        wire.deliver_all()
     for tag in range(2):
         sent = [number for send, of, number in sends if of == tag and send.error is None]
         got = [r for r, of in receives if of == tag and r.done and r.error is None]

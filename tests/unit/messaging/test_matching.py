@@ -42,9 +42,9 @@ def fits(pattern: tuple, message: tuple) -> bool:
     )
 
 
-def shelves_of(matcher: Matcher[str]) -> list[object]:
+def queues_of(matcher: Matcher[str]) -> list[object]:
     queues = matcher._contexts.values()
-    return [shelf for q in queues for shelf in (*q.posted_exact.values(), *q.unexpected_exact.values())]
+    return [queue for q in queues for queue in (*q.posted_exact.values(), *q.unexpected_exact.values())]
 
 
 def posted(source, context, tag, **how) -> Posted:
@@ -89,7 +89,7 @@ def test_the_matcher_finds_what_a_search_through_lists_finds(steps):
             queued = [m for m, what in messages if what[1] == context]
             assert [m for m in matcher.all_unexpected() if m.envelope.context == context] == queued
         assert matcher.is_empty() is (not receives and not messages)
-        assert all(shelves_of(matcher)), "an empty shelf is left behind"
+        assert all(queues_of(matcher)), "an empty queue is left behind"
     for receive, _ in receives:
         assert matcher.withdraw(receive)
     for message, _ in messages:
@@ -111,7 +111,7 @@ def test_the_receive_that_was_posted_first_gets_the_message(patterns):
 
 @MANY
 @given(SOURCES | st.just(ANY), CONTEXTS, TAGS | st.just(ANY), SOURCES, CONTEXTS, TAGS)
-def test_a_pattern_meets_what_the_rule_says(source, context, tag, sender, its_context, its_tag):
+def test_a_pattern_matches_by_the_rule(source, context, tag, sender, its_context, its_tag):
     pattern, message = (source, context, tag), (sender, its_context, its_tag)
     assert posted(*pattern).meets(arrived(*message).envelope) is fits(pattern, message)
 
@@ -150,7 +150,7 @@ FLOAT, DOUBLE, BYTE = (DTYPES[name].code for name in ("float32", "float64", "uin
         (None, FLOAT, 1 << 40, DOUBLE, None),
     ],
 )
-def test_a_message_that_does_not_fit_is_refused_in_words(capacity, wanted, nbytes, sent, words):
+def test_a_message_that_does_not_fit_is_refused_with_a_reason(capacity, wanted, nbytes, sent, words):
     into = None if capacity is None else memoryview(bytearray(capacity))
     reason = refusal(posted(3, 0, 5, into=into, dtype=wanted), Envelope(3, 0, 5, nbytes, sent))
     if words is None:

@@ -72,7 +72,7 @@ class Ask:
     source: object
     context: int
     tag: object
-    room: int | None
+    limit: int | None
     dtype: int
     is_probe: bool
     request: Request
@@ -86,10 +86,10 @@ class Ask:
         )
 
     def takes(self, e: Envelope) -> bool:
-        if self.room is None:
+        if self.limit is None:
             return True
         types = {self.dtype, e.dtype}
-        return e.nbytes <= self.room and (len(types) == 1 or bool(types & {UNTYPED, DTYPES["uint8"].code}))
+        return e.nbytes <= self.limit and (len(types) == 1 or bool(types & {UNTYPED, DTYPES["uint8"].code}))
 
 
 class Model:
@@ -175,10 +175,10 @@ def play(rank: Rank, model: Model, number: int, verb: str, words: list) -> None:
             rendezvous_id = rank.rts(envelope) if verb == "rts" else rank.eager(envelope) or 0
             model.arrive(envelope, rendezvous_id)
         case "receive":
-            source, context, tag, room, dtype = words
-            into = None if room is None else memoryview(bytearray(room))
+            source, context, tag, limit, dtype = words
+            into = None if limit is None else memoryview(bytearray(limit))
             request = rank.get(source, context, tag, into, dtype)
-            model.ask(Ask(source, context, tag, room, dtype, False, request))
+            model.ask(Ask(source, context, tag, limit, dtype, False, request))
         case "probe":
             request = rank.probe(*words)
             model.ask(Ask(*words, None, UNTYPED, True, request))
@@ -203,7 +203,7 @@ def play(rank: Rank, model: Model, number: int, verb: str, words: list) -> None:
 
 @MANY
 @given(STEPS)
-def test_an_inbox_does_what_two_lists_would_do(steps):
+def test_an_inbox_equals_the_model_of_two_lists(steps):
     rank, model = Rank(), Model()
     for number, (verb, *words) in enumerate(steps):
         play(rank, model, number, verb, words)
@@ -228,7 +228,7 @@ def test_messages_with_one_source_and_tag_are_received_in_the_order_they_came(st
     assert len(set(numbers)) == len(numbers)
     exact = defaultdict(list)
     for ask, number in zip(got, numbers, strict=True):
-        if ANY not in (ask.source, ask.tag) and ask.room is None:
+        if ANY not in (ask.source, ask.tag) and ask.limit is None:
             exact[ask.source, ask.context, ask.tag].append(number)
     for received in exact.values():
         assert received == sorted(received)
@@ -256,9 +256,9 @@ def test_a_message_that_is_too_long_stays_for_the_next():
     assert rank.is_idle()
 
 
-def test_a_message_that_is_too_long_goes_on_to_the_receive_behind():
+def test_a_message_that_is_too_long_is_matched_by_the_next_receive():
     rank = Rank()
-    small, large = (rank.get(1, 0, 0, memoryview(bytearray(room))) for room in (8, 9))
+    small, large = (rank.get(1, 0, 0, memoryview(bytearray(limit))) for limit in (8, 9))
     arrive(rank, 7, nbytes=9)
     assert isinstance(small.error, UsageError)
     assert small.envelope.nbytes == 9, "the header of a refused message can still be read"
@@ -279,12 +279,12 @@ def test_probes_see_the_message_that_a_receive_would_get():
     assert rank.is_idle()
 
 
-def test_what_a_peer_sent_before_it_went_can_still_be_received():
+def test_messages_of_a_peer_that_left_can_still_be_received():
     rank = Rank()
     waiting, anyone = rank.get(1, 0, 9), rank.get(ANY, 0, 9)
     arrive(rank, 1)
     rank.peer_down(PeerDown(1, "killed"))
-    rank.peer_down(PeerDown(1, "told twice"))
+    rank.peer_down(PeerDown(1, "reported twice"))
     assert isinstance(waiting.error, PeerLost)
     assert waiting.error.ranks == (1,)
     assert waiting.error.cause == "killed"
@@ -310,7 +310,7 @@ def test_closing_ends_what_waits_once():
     assert rank.is_idle()
 
 
-def test_a_request_ends_once_and_tells_everyone():
+def test_a_request_ends_once_and_notifies_all_callbacks():
     request, told = Request(1), []
     request.notify(lambda: told.append("early"))
     request.complete(None, b"")

@@ -12,7 +12,7 @@ from unisono.errors import UsageError
 from unisono.plans import CATALOG, Problem, algorithms, bound, build, entry_of
 
 
-def test_a_plan_knows_what_it_is() -> None:
+def test_a_plan_has_its_collective_algorithm_and_rank() -> None:
     problem = Problem("all_reduce", 4, (10,))
     plan = bound(problem, 2, "ring")
     assert (plan.problem, plan.algorithm, plan.rank) == (problem, "ring", 2)
@@ -20,7 +20,7 @@ def test_a_plan_knows_what_it_is() -> None:
 
 
 @pytest.mark.parametrize("collective", CATALOG)
-def test_every_plan_carries_the_name_it_was_asked_by(collective: str) -> None:
+def test_every_plan_has_the_name_of_its_request(collective: str) -> None:
     counts = {"all_to_all": (2,) * 9, "barrier": ()}.get(
         collective,
         (2,) if collective in ("all_reduce", "reduce", "broadcast", "scan", "exscan") else (2,) * 3,
@@ -71,7 +71,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_makes_no_sense_is_refused(name: str) -> None:
+def test_an_impossible_request_is_refused(name: str) -> None:
     problem, rank, algorithm, says = REFUSED[name]
     with pytest.raises(UsageError, match=says):
         build(problem, rank, algorithm)

@@ -45,7 +45,7 @@ def test_small_all_reduces_save_rounds_and_large_ones_bytes(size: int, small: st
         ("scan", "hillis_steele", "ordered"),
     ],
 )
-def test_thresholds_lie_between_tiny_and_huge(collective: str, small: str, large: str) -> None:
+def test_small_and_large_sizes_have_different_algorithms(collective: str, small: str, large: str) -> None:
     assert choose(problem_of(collective, 32, 1), 4, LINKS)[0] == small
     assert choose(problem_of(collective, 32, 1 << 20), 4, LINKS)[0] == large
 
@@ -73,11 +73,11 @@ def test_ordered_choices_are_ordered(collective: str) -> None:
             assert reason.endswith("ordered algorithms only")
 
 
-def test_what_moves_data_only_may_be_asked_for_in_order() -> None:
+def test_collectives_that_only_move_data_may_be_ordered() -> None:
     assert choose(problem_of("broadcast", 8, 10), 4, LINKS, ordered=True)[0] == "tree"
 
 
-def test_one_rank_has_nothing_to_choose() -> None:
+def test_for_one_rank_there_is_no_choice() -> None:
     assert choose(Problem("all_reduce", 1, (5,)), 4, LINKS)[1] == "one rank: nothing to exchange"
 
 
@@ -179,7 +179,7 @@ for n in (3, 8, 13):
     assert runs[0].stdout.splitlines() == here
 
 
-def test_the_slowest_rank_is_among_those_that_tell() -> None:
+def test_the_slowest_rank_is_among_those_of_the_prediction() -> None:
     """The prediction considers only a few ranks; none of the others may be much slower."""
     for collective in CATALOG:
         for size in (5, 8, 13, 24):
@@ -222,7 +222,7 @@ def _problems(size: int, count: int) -> list[Problem]:
     "size", [2, 3, 5, pytest.param(8, marks=pytest.mark.more), pytest.param(13, marks=pytest.mark.more)]
 )
 @pytest.mark.parametrize("count", [1, 1024, 1 << 20])
-def test_what_is_left_out_could_not_have_won(size: int, count: int) -> None:
+def test_an_algorithm_that_is_left_out_could_not_have_won(size: int, count: int) -> None:
     for problem in _problems(size, count):
         for links in (Links(), Links(message_s=20e-6), Links(inter_latency_s=1e-7, inter_message_s=1e-8)):
             for ordered in (False, True):

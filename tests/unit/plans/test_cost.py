@@ -91,7 +91,7 @@ def test_a_chain_sends_the_vector_once_through_every_rank(size: int) -> None:
     assert len(bound(problem, 0, "chain").rounds) == size - 1
 
 
-def test_pieces_follow_each_other_through_a_chain() -> None:
+def test_segments_are_pipelined_through_a_chain() -> None:
     links = Links(latency_s=1.0, message_s=0.0, bytes_per_s=16 * 1024, reduce_bytes_per_s=1e12)
     for pieces, longer in ((1, 0), (1, 1), (5, 0), (64, 0)):
         problem = Problem("broadcast", 4, (pieces * 16 * 1024 + longer,))
@@ -128,7 +128,7 @@ def test_several_messages_at_once_are_handled_one_by_one_and_crowd_the_link() ->
     assert cost(leaf, links, 1).time_s == pytest.approx(1.0 + 0.25 + 1.0)
 
 
-def test_waiting_takes_as_long_as_what_is_waited_for() -> None:
+def test_a_wait_takes_until_the_awaited_message_has_arrived() -> None:
     links = Links(latency_s=1.0, message_s=0.0, bytes_per_s=1e9)
     problem = Problem("broadcast", 8, (1,))
     # Rank 7 gets its data in the last of three rounds; rank 4 in the first, and then sends until the end.

@@ -65,7 +65,7 @@ def test_choices_follow_the_table_on_both_sides_of_a_threshold(written: Any) -> 
     assert choose(below, 8, LINKS["tcp"])[0] == "ring"
 
 
-def test_what_was_not_measured_is_predicted(written: Any) -> None:
+def test_cases_without_measurements_are_predicted(written: Any) -> None:
     written({"any": {"tcp": {"all_reduce": {"4": [[FAR, "tree"]]}}}})
     hosts = (0, 0, 1, 1)
     for problem, links, ordered in [

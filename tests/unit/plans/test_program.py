@@ -65,7 +65,7 @@ def check(program: BoundProgram) -> None:
     [pytest.param(range(1, 5), id="1-4"), pytest.param(range(5, 7), id="5-6", marks=pytest.mark.more)],
 )
 @pytest.mark.parametrize(("collective", "algorithm"), EVERY_ALGORITHM)
-def test_pieces_wait_for_those_in_conflict_with_them(collective: str, algorithm: str, sizes: range) -> None:
+def test_segments_wait_for_those_in_conflict_with_them(collective: str, algorithm: str, sizes: range) -> None:
     for problem in problems(collective, algorithm, sizes):
         if max(problem.counts, default=0) <= 50:
             for rank in range(problem.size):
@@ -96,7 +96,7 @@ def test_the_check_fails_if_a_write_hides_all_earlier_touches(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_slices_that_overlap_anyhow_keep_their_order(seed: int) -> None:
+def test_slices_with_any_overlap_keep_their_order(seed: int) -> None:
     draw = random.Random(seed)
 
     def some(buf: Buf) -> Slice:
@@ -115,7 +115,7 @@ def test_slices_that_overlap_anyhow_keep_their_order(seed: int) -> None:
         check(bound_program(plan, (), segment))
 
 
-def test_pieces_are_long_where_nothing_is_passed_on_or_reduced() -> None:
+def test_segments_are_long_where_nothing_is_forwarded_or_reduced() -> None:
     def piece_bytes(collective: str, size: int, algorithm: str, most: int = 1 << 40) -> int:
         return piece_bytes_of(build(problem_of(collective, size, 64), 0, algorithm), 256, most)
 

@@ -12,7 +12,7 @@ from unisono.plans.catalog import synchronizes
 from unisono.plans.program import bound_program
 
 
-def heard(problem: Problem, algorithm: str) -> list[set[int]]:
+def origins_by_rank(problem: Problem, algorithm: str) -> list[set[int]]:
     """By rank: the ranks whose data has arrived, directly or not, when the rank's last receive has ended."""
     programs = [
         bound_program(build(problem, rank, algorithm), problem.counts, 1 << 20)
@@ -61,9 +61,9 @@ def test_only_a_synchronizing_collective_shows_that_every_rank_called(
     collective: str, entries: Mapping[str, Entry], size: int
 ) -> None:
     everyone = set(range(size))
-    hears_all: dict[str, bool] = {}
+    has_heard_from_all: dict[str, bool] = {}
     for algorithm, entry in entries.items():
         hosts = tuple(rank * 2 // size for rank in range(size)) if entry.needs_hosts else ()
         problem = Problem(collective, size, counts_of(collective, size), 0, hosts)
-        hears_all[algorithm] = all(one == everyone for one in heard(problem, algorithm))
-    assert all(hears_all.values()) == synchronizes(collective), hears_all
+        has_heard_from_all[algorithm] = all(one == everyone for one in origins_by_rank(problem, algorithm))
+    assert all(has_heard_from_all.values()) == synchronizes(collective), has_heard_from_all

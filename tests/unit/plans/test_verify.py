@@ -320,7 +320,7 @@ def test_an_atom_that_is_cut_in_two_ways_is_caught() -> None:
         verify(by_hand("all_reduce", half, third))
 
 
-def test_an_element_that_nobody_sets_is_caught() -> None:
+def test_an_element_that_is_never_set_is_caught() -> None:
     plans = plans_of(Problem("all_gather", 3, (2, 2, 2)), "ring")
     with pytest.raises(PlanError, match=r"rank 1.*cell 1 of out is never set"):
         verify(altered(plans, 1, Copy, lambda step: []))

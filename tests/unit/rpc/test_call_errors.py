@@ -104,7 +104,7 @@ def test_every_failure_is_an_error_of_its_own_type(world_of):
 
 def cancelling(comm: uni.Communicator) -> str:
     agent = Agent(comm)
-    began, heard = threading.Event(), threading.Event()
+    began, was_cancelled = threading.Event(), threading.Event()
 
     @agent.expose
     def patient() -> None:
@@ -113,7 +113,7 @@ def cancelling(comm: uni.Communicator) -> str:
         assert mine is not None
         while not mine.is_cancelled:
             time.sleep(0.001)
-        heard.set()
+        was_cancelled.set()
 
     @agent.expose
     def passes_on() -> None:
@@ -125,16 +125,16 @@ def cancelling(comm: uni.Communicator) -> str:
         try:
             await asyncio.sleep(LONG_S)
         except asyncio.CancelledError:
-            heard.set()
+            was_cancelled.set()
             raise
 
     agent.register("began", lambda: began.wait(LONG_S))
-    agent.register("heard", lambda: heard.wait(LONG_S))
+    agent.register("was_cancelled", lambda: was_cancelled.wait(LONG_S))
 
     @agent.expose
     def reset() -> None:
         began.clear()
-        heard.clear()
+        was_cancelled.clear()
 
     agent.register("remaining", lambda: here().remaining())
     comm.barrier()
@@ -146,12 +146,12 @@ def cancelling(comm: uni.Communicator) -> str:
             assert not work.cancel()
             with pytest.raises(uni.PeerAborted):
                 work.wait()
-            assert agent.call(1, "heard")  # cancellation reaches the handler
+            assert agent.call(1, "was_cancelled")  # cancellation reaches the handler
             agent.call(1, "reset")
         work = agent.start(1, "passes_on")
         assert began.wait(LONG_S)
         work.cancel()
-        assert heard.wait(LONG_S)  # and what it called in turn
+        assert was_cancelled.wait(LONG_S)  # and what it called in turn
         assert 1.0 < agent.call(1, "remaining", timeout=7.0) <= 7.0
         assert agent.call(1, "remaining", timeout=None) is None
     comm.barrier()
