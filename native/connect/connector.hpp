@@ -76,6 +76,8 @@ class Connector {
   bool is_connecting() const;
   // End handshakes whose time is over, and connect again those that rest.
   void tick(std::int64_t passed_ns);
+  // Whether this rank has read everything that had arrived by the last tick for which this was true.
+  bool has_caught_up() { return quic_ == nullptr || quic_->has_caught_up(); }
   bool is_busy() const { return !handshakes_.empty() || (quic_ != nullptr && quic_->is_busy()); }
   // Whether a waiting attempt may be possible now; `connect_due` makes those that are.
   bool has_due() const { return has_due_; }

@@ -22,7 +22,7 @@ constexpr size_t strangers_unproven_max = 16;
 // The datagrams of a handshake are padded, and repeated by us: a stranger may send, and gets, this many times the bytes
 // of one over TCP.
 constexpr uint64_t padding_factor = 4;
-constexpr std::int64_t retry_ns = 10 * second;
+constexpr std::int64_t retry_ns = 60 * second;
 // Windows: of one peer by itself, and the least that makes progress.
 constexpr uint64_t window_bytes = 2 * 1024 * 1024;
 constexpr uint64_t window_bytes_min = 2048;
@@ -52,7 +52,8 @@ struct Call {
   std::int64_t time_left_ns = 0;
   std::int64_t waited_ns = 0;
   int attempts = 0;
-  int refusals = 0;  // of its port, by ICMP
+  int refusals = 0;        // of its port, by ICMP
+  uint64_t datagrams = 0;  // that came of this attempt
   bool is_reached = false;
   std::string trouble;
 };
@@ -145,6 +146,7 @@ class RealQuicConnector final : public QuicConnector, private QuicEndpointOwner 
   bool is_busy() const override { return !calls_.empty() || !strangers_.empty(); }
 
   void tick(std::int64_t passed_ns) override;
+  bool has_caught_up() override { return endpoint_.has_caught_up(); }
   uint64_t refused() const override { return refused_; }
   void take_refusals(std::vector<std::string>& into) override {
     into.insert(into.end(), refusals_.begin(), refusals_.end());
@@ -281,7 +283,10 @@ void RealQuicConnector::attempt(Call& call) {
 
 void RealQuicConnector::on_call_changed(std::list<Call>::iterator call) {
   QuicConnection& connection = *call->connection;
-  if (connection.datagrams() != 0 && !std::exchange(call->is_reached, true))
+  call->is_reached |= connection.datagrams() != 0;
+  // It lives: each datagram gives it more time, as heartbeats do later, though not for ever.
+  if (connection.datagrams() != std::exchange(call->datagrams, connection.datagrams()) &&
+      call->waited_ns < starved_silences_max * settings_.silence_ns)
     call->time_left_ns = std::max({call->time_left_ns, 2 * settings_.silence_ns, settings_.stranger_ns});
   call->refusals = connection.datagrams() != 0 ? 0 : call->refusals;
   if (connection.state() == QuicState::linked) {

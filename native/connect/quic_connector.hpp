@@ -48,6 +48,7 @@ class QuicConnector {
   virtual bool is_connecting() const = 0;
   virtual bool is_busy() const = 0;
   virtual void tick(std::int64_t passed_ns) = 0;
+  virtual bool has_caught_up() = 0;
   virtual uint64_t refused() const = 0;
   virtual void take_refusals(std::vector<std::string>& into) = 0;
 

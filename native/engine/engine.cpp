@@ -506,7 +506,7 @@ void Engine::on_answer(std::int32_t from, bool is_given_up) {
 }
 
 void Engine::beat(std::int64_t now) {
-  const std::int64_t passed = detector_.begin_beat(now);
+  const std::int64_t passed = detector_.begin_beat(now, connector_.has_caught_up());
   connector_.tick(passed);
   const std::vector<Peer*> open = open_;
   for (Peer* peer : open) {

@@ -19,11 +19,13 @@ void FailureDetector::start(const Settings& settings, std::int64_t now) {
   beat_at_ = now + beat_ns_;
 }
 
-std::int64_t FailureDetector::begin_beat(std::int64_t now) {
-  // Silence is measured only while this rank was scheduled.
+std::int64_t FailureDetector::begin_beat(std::int64_t now, bool has_caught_up) {
+  // Silence is measured only while this rank was scheduled, and not while signs of life may lie unread. Whoever floods
+  // this rank could keep it behind for ever, so there is a limit.
   const std::int64_t passed = std::min(now - counted_at_, beat_ns_ + beat_ns_ / 4);
   counted_at_ = now;
-  return passed;
+  behind_ns_ = has_caught_up ? 0 : behind_ns_ + passed;
+  return behind_ns_ == 0 || behind_ns_ > starved_silences_max * silence_ns_ ? passed : 0;
 }
 
 void FailureDetector::on_sign_of_life(Peer& peer, std::int64_t passed) const {

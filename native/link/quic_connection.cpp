@@ -124,6 +124,11 @@ struct QuicConnection::Callbacks {
     has_decrypted |= error == 0;
     return error;
   }
+  // Its tag proves that it answers a datagram of ours.
+  static int recv_retry(ngtcp2_conn* conn, const ngtcp2_pkt_hd* head, void* self) {
+    has_decrypted = true;
+    return ngtcp2_crypto_recv_retry_cb(conn, head, self);
+  }
   static void random(uint8_t* to, size_t bytes, const ngtcp2_rand_ctx*) { fill_random(to, bytes); }
   static int new_id(ngtcp2_conn*, ngtcp2_cid* cid, uint8_t* token, size_t bytes, void* self) {
     cid->datalen = bytes;
@@ -146,7 +151,7 @@ struct QuicConnection::Callbacks {
     made.client_initial = ngtcp2_crypto_client_initial_cb;
     made.recv_client_initial = ngtcp2_crypto_recv_client_initial_cb;
     made.recv_crypto_data = ngtcp2_crypto_recv_crypto_data_cb;
-    made.recv_retry = ngtcp2_crypto_recv_retry_cb;
+    made.recv_retry = recv_retry;
     made.encrypt = ngtcp2_crypto_encrypt_cb;
     made.decrypt = decrypt;
     made.hp_mask = ngtcp2_crypto_hp_mask_cb;

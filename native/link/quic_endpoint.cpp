@@ -1,6 +1,7 @@
 #include "link/quic_endpoint.hpp"
 
 #include <linux/errqueue.h>
+#include <linux/sock_diag.h>
 #include <netinet/in.h>
 #include <netinet/ip.h>
 #include <netinet/udp.h>
@@ -31,6 +32,8 @@ constexpr std::int64_t closed_ns = 2 * second;
 constexpr int closed_answers_max = 8;
 constexpr size_t closed_max = 1024;
 constexpr int errors_per_turn = 64;
+// The system counts at least this much of a socket's memory for a datagram, however short.
+constexpr std::int64_t datagram_memory_min = 512;
 // For the segment size or the length of what was received, and the address of this host.
 constexpr size_t control_bytes = CMSG_SPACE(sizeof(int)) + CMSG_SPACE(sizeof(in6_pktinfo));
 
@@ -413,6 +416,16 @@ void QuicEndpoint::send_one(const byte* datagram, size_t bytes, const SocketAddr
 
 // ---- in ----
 
+bool QuicEndpoint::has_caught_up() {
+  if (!is_listening_) return true;
+  if (backlog_ > 0) return false;
+  std::array<uint32_t, SK_MEMINFO_VARS> memory{};
+  socklen_t length = sizeof memory;
+  if (getsockopt(socket_.get(), SOL_SOCKET, SO_MEMINFO, memory.data(), &length) == 0)
+    backlog_ = memory[SK_MEMINFO_RMEM_ALLOC] / datagram_memory_min;
+  return true;
+}
+
 bool QuicEndpoint::read(std::int64_t now) {
   bool moved = false;
   for (int call = 0; call < calls_per_turn; ++call) {
@@ -428,6 +441,7 @@ bool QuicEndpoint::read(std::int64_t now) {
       head.msg_controllen = in_->control[i].size();
     }
     const int count = recvmmsg(socket_.get(), in_->messages.data(), datagrams_per_call, MSG_DONTWAIT, nullptr);
+    backlog_ = count < datagrams_per_call ? 0 : backlog_ - count;
     if (count <= 0) {
       is_readable_ = false;
       if (count < 0 && errno != EAGAIN && errno != EINTR) has_errors_ = true;

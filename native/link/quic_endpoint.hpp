@@ -62,6 +62,8 @@ class QuicEndpoint final : public QuicRoutes, public DatagramSink, public Watche
   bool poll(std::int64_t now);
   // Whether a datagram may wait that no turn has read.
   bool is_readable() const { return is_readable_; }
+  // Whether everything was read that had arrived when this last became true.
+  bool has_caught_up();
   // The time of the first timer.
   std::int64_t expiry() const { return earliest_; }
   // Close the socket without sending anything: a forked child must not use the parent's keys.
@@ -113,6 +115,7 @@ class QuicEndpoint final : public QuicRoutes, public DatagramSink, public Watche
   bool is_listening_ = false;
   bool is_readable_ = false;
   bool has_errors_ = false;
+  std::int64_t backlog_ = 0;  // datagrams that may still be unread of those that had arrived at `has_caught_up`
   std::unordered_map<QuicId, QuicConnection*> routes_;
   std::unordered_map<QuicConnection*, std::unique_ptr<QuicConnection>> connections_;
   QuicConnection* busy_ = nullptr;  // that handles a datagram or a timer: not to be destroyed

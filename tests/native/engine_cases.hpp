@@ -21,6 +21,7 @@ std::vector<std::unique_ptr<Engine>> make_engines(int size, const char* folder, 
 void test_machines();
 void test_checksum();
 void test_starved();
+void test_behind();
 // copies_test.cpp
 void test_ring(unsigned seed);
 void test_parts(unsigned seed);

@@ -85,6 +85,7 @@ int main(int count, char** words) {
   run("machines", test_machines);
   run("checksum", test_checksum);
   run("starved", test_starved);
+  run("behind", test_behind);
   run("even parts", test_even_parts);
   run("slots of different lengths", test_slots_of_different_lengths);
   run("busy heartbeats", [&] { test_busy_heartbeats(folder); });

@@ -10,6 +10,7 @@
 
 #include "base/digest.hpp"
 #include "connect/handshake.hpp"
+#include "engine/failure_detector.hpp"
 #include "engine/mailbox.hpp"
 #include "engine_cases.hpp"
 #include "link/cooperative_copy.hpp"
@@ -119,6 +120,26 @@ void test_starved() {
   kill(busy, SIGKILL);
   waitpid(busy, &status, 0);
   check(!is_starved(busy), "nor one that is gone");
+}
+
+// While signs of life may lie unread, silence does not count; but not for ever.
+void test_behind() {
+  const Settings settings = test_settings();
+  FailureDetector detector;
+  std::int64_t now = 7 * second;
+  detector.start(settings, now);
+  const std::int64_t beat = detector.beat_at() - now;
+  const auto next = [&](std::int64_t passed, bool has_caught_up) {
+    return detector.begin_beat(now += passed, has_caught_up);
+  };
+  check(next(beat, true) == beat, "the time since the last heartbeat counts");
+  check(next(100 * beat, true) == beat + beat / 4, "but not time in which this rank was not scheduled");
+  const std::int64_t most = starved_silences_max * settings.silence_ns;
+  std::int64_t behind = 0;
+  for (; behind + beat <= most; behind += beat)
+    check(next(beat, false) == 0, "nothing counts for a rank that is behind");
+  check(next(beat, false) == beat, "for a minute");
+  check(next(beat, true) == beat && next(beat, false) == 0, "a rank that has caught up may be behind again");
 }
 
 }  // namespace unisono::engine
