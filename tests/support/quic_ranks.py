@@ -70,14 +70,16 @@ def wait_for_all(*requests: Request) -> None:
 
 
 def exchange(one: NativeBackend, other: NativeBackend, tag: int = 1) -> None:
-    """Send one message each way, of which one is long, and check what arrives."""
+    """Send a long message and get a short one back, and check what arrives. `one` opens the link."""
     data = (np.arange(300_001) * 7 + tag).astype(np.uint8)
     into = np.zeros_like(data)
     receive = other.start_recv(one.rank, 5, tag, memoryview(into))
     send = one.start_send(other.rank, 5, tag, memoryview(data))
+    # A send back at once would make `other` open a link of its own, which may come first.
+    wait_for_all(receive, send)
     back = one.start_recv(other.rank, 5, tag, None)
     other.start_send(one.rank, 5, tag, memoryview(b"back"))
-    wait_for_all(receive, send, back)
+    wait_for_all(back)
     for request in (receive, send, back):
         if request.error is not None:
             raise request.error
