@@ -249,7 +249,7 @@ class CollectiveMismatch(UnisonoError):
 class Deadlock(UnisonoError):
     """Ranks wait for each other in a cycle that nothing can break; the text shows the cycle."""
 
-    usual_step = "break the cycle, or give one of these waits a timeout"
+    usual_step = "break the cycle: pair every send with a receive"
 
 
 class ProtocolError(UnisonoError):

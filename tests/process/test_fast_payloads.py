@@ -283,6 +283,16 @@ def test_values_that_cannot_be_sent_are_refused_and_nothing_is_sent(world: MakeW
     assert isinstance(outcome(lambda: comm.recv_object(buf=1)), TypeError)
 
 
+def test_a_message_that_is_no_object_is_an_error_that_says_how_to_receive_it(world: MakeWorld) -> None:
+    comm, other = world(2, **NO_STALL)
+    for where in (contextlib.nullcontext(), reference_path(other)):
+        comm.send(np.ones(5), 1)
+        with where:
+            error = outcome(lambda: other.recv_object(0))
+        assert isinstance(error, ProtocolError)
+        assert error.next_step.startswith("receive by recv_object only what send_object has sent")
+
+
 @pytest.mark.parametrize("limit", [1000, EAGER + 1000])
 def test_a_message_beyond_recv_bytes_max_is_refused_in_the_same_words_and_stays(
     world: MakeWorld, limit: int

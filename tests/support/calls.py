@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from tests.support.processes import Failed, run_processes
@@ -51,6 +51,14 @@ class Counter:
     async def later(self) -> int:
         await asyncio.sleep(0)
         return self.value
+
+    def counts(self, times: int) -> Iterator[int]:
+        for _ in range(times):
+            yield self.add(1)
+
+    async def later_counts(self, times: int) -> AsyncIterator[int]:
+        for _ in range(times):
+            yield await self.later()
 
     def _hidden(self) -> int:
         return -1

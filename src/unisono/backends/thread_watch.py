@@ -207,7 +207,7 @@ class ThreadWatch:
                 entry.deadlock = Deadlock(
                     "no rank can go on",
                     cause="; ".join(lines),
-                    next_step=_CLOSE_RANKS if quiet else "break the cycle: pair every send with a receive",
+                    next_step=_CLOSE_RANKS if quiet else None,
                 )
         for entry in blocked:
             entry.event.set()

@@ -20,6 +20,7 @@ from unisono.comm.deadlock import ANY_RANK, ANY_TAG
 from unisono.comm.dispatch import CollectiveCall, Decided, decide
 from unisono.comm.fingerprint import NOTHING, Operand, described, fused
 from unisono.comm.group import Group
+from unisono.comm.object_payload import as_no_object
 from unisono.comm.point_to_point import receivable, received
 from unisono.comm.split import ROW_OPERAND
 from unisono.comm.splitter import Splitter
@@ -48,7 +49,7 @@ from unisono.core.ops import ReduceOp, as_op
 from unisono.core.request import Request
 from unisono.core.runtime import NEVER, Deadline, Runtime
 from unisono.core.work import Work, wait_or_cancel
-from unisono.errors import ClosedError, Location, UnisonoError, UsageError
+from unisono.errors import ClosedError, Location, ProtocolError, UnisonoError, UsageError
 from unisono.plans import Problem, counts_held
 
 __all__ = ["Adoption"]
@@ -363,6 +364,8 @@ class Adoption:
 
     def located(self, operation: str, error: BaseException) -> BaseException:
         """The error of a message that was received, with the call that received it."""
+        if isinstance(error, ProtocolError):
+            error = as_no_object(error)
         here = Location(operation, self._group.name, self._group.epoch)
         return error.located(here) if isinstance(error, UnisonoError) else error
 

@@ -331,13 +331,7 @@ class DeadlockWatch:
         ours = {id(call) for call in self._waiting()}
         for blocked in blocked_threads().values():
             if blocked.call.number in numbers and id(blocked.call) in ours and not blocked.is_limited:
-                blocked.task.interrupt(
-                    Deadlock(
-                        "no rank can go on",
-                        cause=cause,
-                        next_step="break the cycle: pair every send with a receive",
-                    )
-                )
+                blocked.task.interrupt(Deadlock("no rank can go on", cause=cause))
 
 
 def _wait_of(group: WatchedGroup, call: Call, is_limited: bool) -> Wait | None:

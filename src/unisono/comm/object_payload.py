@@ -55,6 +55,13 @@ def packed(value: Any, bytes_max: int) -> Array:
     return array
 
 
+def as_no_object(error: ProtocolError) -> ProtocolError:
+    """The error for what was received as an object and cannot be one, with what the user may do about it."""
+    if error.next_step == error.usual_step:
+        error.next_step = "receive by recv_object only what send_object has sent, and the rest by recv"
+    return error
+
+
 def unpacked(data: Any, beside: ObjectHead | None = None) -> Any:
     """The object in bytes or an array of bytes, or in what travelled `beside` its head.
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from unisono.comm.deadlock import ANY_RANK, ANY_TAG
 from unisono.comm.group import Group
-from unisono.comm.object_payload import packed, unpacked
+from unisono.comm.object_payload import as_no_object, packed, unpacked
 from unisono.core import buffers
 from unisono.core.buffers import Array
 from unisono.core.call import Call, Message, Steps, await_request, await_requests
@@ -18,7 +18,7 @@ from unisono.core.envelope import ANY, TAG_MAX, Any_, Status, as_int
 from unisono.core.request import Request
 from unisono.core.runtime import NEVER
 from unisono.core.work import Work
-from unisono.errors import UsageError
+from unisono.errors import ProtocolError, UsageError
 
 __all__ = ["Messages", "receivable", "received"]
 
@@ -236,5 +236,8 @@ def received(group: Group, operation: str, request: Request) -> Any:
         case "recv_bytes":
             return bytes(request.data or b"")
         case "recv_object":
-            return unpacked(request.data or b"")
+            try:
+                return unpacked(request.data or b"")
+            except ProtocolError as error:
+                raise as_no_object(error) from error.__cause__
     return Status(envelope.source, envelope.tag, envelope.nbytes)

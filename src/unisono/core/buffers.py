@@ -252,7 +252,9 @@ def _storage_of(given: Any, what: str) -> tuple[np.ndarray[Any, Any], DType, Fam
         array = np.asarray(memoryview(given))
     except (TypeError, ValueError, NotImplementedError, BufferError):
         raise UsageError(
-            f"{what} is {_describe(given)}; allowed: an array with the buffer protocol or DLPack, or a number"
+            f"{what} is {_describe(given)}; "
+            "allowed: an array with the buffer protocol or DLPack, or a number",
+            next_step="pass an array, or use a verb for objects, such as send_object or all_gather_object",
         ) from None
     return _view_numpy(array, what, _NUMPY)
 

@@ -6,6 +6,7 @@ Pure: text in, lines out. However many ranks there are, the summary fits a scree
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -157,16 +158,24 @@ def _grouped(ends: Sequence[Ended], guilty: Ended | None) -> list[list[Ended]]:
     Victims of the guilty rank are alike whatever they were doing; other ranks if their last words are equal.
     """
     groups: dict[tuple[object, ...], list[Ended]] = {}
-    for end in ends:
+    texts = [_alike(end) for end in ends]
+    shared = Counter(texts)
+    for end, text in zip(ends, texts, strict=True):
         headline, known = _headline(end.words), end_of(end)
         key: tuple[object, ...] = (end.code,)
         if headline and guilty is not None and end is not guilty and guilty.rank in known.blames:
             key = (headline.partition(b":")[0], "victim")
         elif headline:
-            words = headline if known.is_victim else b"\n".join(without_library(end.words))
-            key = (re.sub(rb"\brank %d\b" % end.rank, b"rank", _OWN.sub(b"", words)),)
+            # A text of which no other rank has the same may differ only in the number of its own rank.
+            key = (text if shared[text] > 1 else re.sub(rb"\brank %d\b" % end.rank, b"rank", text),)
         groups.setdefault(key, []).append(end)
     return list(groups.values())
+
+
+def _alike(end: Ended) -> bytes:
+    """The last words of a rank without what differs between ranks that ended alike."""
+    words = _headline(end.words) if end_of(end).is_victim else b"\n".join(without_library(end.words))
+    return _OWN.sub(b"", words)
 
 
 def _one_line(group: list[Ended]) -> bytes:

@@ -194,8 +194,13 @@ def _error_of(
     what = "".join(c if c.isprintable() or c == "\n" else "?" for c in what)
     match kind:
         case "arguments":
+            what, _, step = what.partition(". Next: ")
             return BadArguments(
-                f"rank {rank} cannot call {name!r}", rank=rank, type_name="TypeError", cause=what
+                f"rank {rank} cannot call {name!r}",
+                rank=rank,
+                type_name="TypeError",
+                cause=what,
+                next_step=step or None,
             )
         case "unknown":
             return NotExposed(

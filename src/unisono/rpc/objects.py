@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from unisono.core.codec import register
 from unisono.core.runtime import Finalizer
@@ -19,8 +19,11 @@ from unisono.core.work import Work
 from unisono.errors import UsageError
 from unisono.rpc.registry import Parameters, Signature
 from unisono.rpc.server import here
+from unisono.rpc.streams import Stream
 
 __all__ = ["Objects", "Proxy", "Reference"]
+
+T = TypeVar("T")
 
 # Objects of one caller: a program that makes more forgets to release them.
 _OBJECTS_MAX: Final = 65_536
@@ -50,12 +53,16 @@ class Caller(Protocol):
     def start(self, dst: int | str, name: str, /, *args: Any, **kwargs: Any) -> Work[Any]:
         """Begin such a call."""
 
+    def stream(self, dst: int | str, name: str, /, *args: Any, **kwargs: Any) -> Stream:
+        """Read the items of a generator of another rank."""
+
 
 class Proxy:
     """Stands for an object of another rank: its exposed methods can be called.
 
-    `proxy.start.method(...)` returns a Work. The object is released with the proxy that made it; a method and
-    a call under way keep that.
+    `proxy.start.method(...)` returns a Work, and `proxy.stream.method(...)` the items of a method that is a
+    generator. All take `timeout=`, as the calls of an agent do. The object is released with the proxy that
+    made it; a method, a stream and a call under way keep that.
     """
 
     def __init__(
@@ -77,9 +84,14 @@ class Proxy:
         return self._reference
 
     @property
-    def start(self) -> _Started:
+    def start(self) -> _Methods[Work[Any]]:
         """The same methods, started."""
-        return _Started(self)
+        return _Methods(self._reference, self._start)
+
+    @property
+    def stream(self) -> _Methods[Stream]:
+        """The methods that are generators, each giving its items."""
+        return _Methods(self._reference, self._stream)
 
     def release(self) -> None:
         """Release the object now, if this proxy owns it."""
@@ -98,19 +110,29 @@ class Proxy:
         work._on_end(partial(_let_go, self))  # the work refers to the proxy until it ends
         return work
 
+    def _stream(self, method: str, *args: Any, **kwargs: Any) -> Stream:
+        stream = self._agent.stream(self._reference.rank, method, self._reference.number, *args, **kwargs)
+        stream.owner = self
+        return stream
+
     def __repr__(self) -> str:
         it = self._reference
         return f"<Proxy of {it.class_name} #{it.number} on rank {it.rank}>"
 
 
-class _Started:
-    """The methods of an object, each returning a Work."""
+class _Methods(Generic[T]):
+    """The methods of an object, called in one way."""
 
-    def __init__(self, proxy: Proxy) -> None:
-        self._proxy = proxy
+    def __init__(self, reference: Reference, call: Callable[..., T]) -> None:
+        self._reference = reference
+        self._call = call
 
-    def __getattr__(self, name: str) -> Callable[..., Work[Any]]:
-        return partial(self._proxy._start, _method_name(self._proxy._reference, name))
+    def __getattr__(self, name: str) -> Callable[..., T]:
+        return partial(self._call, _method_name(self._reference, name))
+
+
+# What a proxy has itself: a method of this name could not be called by it.
+_OF_PROXIES: Final = tuple(name for name in vars(Proxy) if not name.startswith("_"))
 
 
 def _method_name(reference: Reference, name: str) -> str:
@@ -135,12 +157,21 @@ class Objects:
         return len(self._held)
 
     def handlers_of(self, cls: type, name: str) -> dict[str, tuple[Callable[..., Any], Parameters]]:
-        """The functions of an exposed class, by name: make an instance, call its methods, release it."""
+        """The functions of an exposed class, by name: make an instance, call its methods, release it.
+
+        Raises:
+            UsageError: a method has the name of something that every proxy has.
+        """
         handlers: dict[str, tuple[Callable[..., Any], Parameters]] = {
             name: (partial(self._make, cls), Signature(cls)),
             f"{name}/release": (partial(self._release, cls), _MethodParameters(None)),
         }
         for method, fn in inspect.getmembers(cls, inspect.isfunction):
+            if method in _OF_PROXIES:
+                raise UsageError(
+                    f"class {cls.__name__} has a method {method!r}, which a proxy has itself",
+                    next_step=f"give it another name than {', '.join(_OF_PROXIES)}",
+                )
             if not method.startswith("_") and "__" not in method:
                 handlers[f"{name}.{method}"] = (partial(self._call, cls, fn), _MethodParameters(fn))
         return handlers

@@ -405,8 +405,10 @@ class Server:
     def _bound(self, incoming: Incoming, handler: Handler) -> Any:
         """The checked arguments; None if the call was refused."""
         if handler.is_stream != (incoming.credit is not None):
-            verb = "stream" if handler.is_stream else "call"
-            self._fail(incoming, "arguments", f"it has to be called by agent.{verb}", "TypeError")
+            words = "a generator. Next: read it by agent.stream or, of an object, by proxy.stream"
+            if not handler.is_stream:
+                words = "no generator. Next: call it by agent.call or, of an object, by the proxy"
+            self._fail(incoming, "arguments", f"it is {words}", "TypeError")
             return None
         try:
             return handler.parameters.bind(incoming.args, incoming.kwargs)

@@ -105,6 +105,7 @@ class Stream(Iterator[Any], AsyncIterator[Any]):
         self._buffer = buffer
         self._timeout = timeout
         self._next = 0
+        self.owner: object = None  # what has to live until the stream is dropped
         self._finalizer = runtime.finalizer(self, partial(_end, pending))
 
     def close(self) -> None:

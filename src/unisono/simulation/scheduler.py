@@ -144,11 +144,7 @@ class Scheduler:
         lines = [str(thread.waiting()) for thread in stuck if thread.waiting is not None]
         lines += [f"rank {thread.rank} is paused" for thread in paused]
         for thread in stuck:
-            thread.deadlock = Deadlock(
-                "no rank can go on",
-                cause="; ".join(lines),
-                next_step="break the cycle: pair every send with a receive",
-            )
+            thread.deadlock = Deadlock("no rank can go on", cause="; ".join(lines))
             thread.wake()
         if not stuck:
             for thread in paused:

@@ -82,6 +82,11 @@ class GradientAverager:
     ) -> None:
         if bucket_bytes < 1:
             raise UsageError(f"bucket_bytes is {bucket_bytes}; allowed: 1 or more")
+        if compression is not None and not isinstance(compression, ErrorFeedback):
+            raise UsageError(
+                f"compression is {compression!r}; allowed: an ErrorFeedback, which keeps what was not sent",
+                next_step="make uni.train.ErrorFeedback(uni.train.TopK(0.1)) once, and pass it in every step",
+            )
         self._comm = comm
         self._bucket_bytes = bucket_bytes
         self._compression = compression

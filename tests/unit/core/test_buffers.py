@@ -240,7 +240,7 @@ def _closed() -> memoryview:
 
 REFUSED = [
     ("None", None, "x is NoneType; allowed: an array with the buffer protocol or DLPack, or a number"),
-    ("a list", [1, 2], "x is list; allowed: an array"),
+    ("a list", [1, 2], "or a number. Next: pass an array, or use a verb for objects, such as send_object"),
     ("a string", "abc", "x is str; allowed: an array"),
     ("a dict", {}, "x is dict; allowed: an array"),
     ("an object", _Broken(), "_Broken; allowed: an array"),

@@ -327,6 +327,10 @@ def test_many_kinds_of_ends_and_long_tracebacks_are_cut() -> None:
     assert lines[-1] == b"RecursionError: deep"
     own = [Ended(rank, 1, frames("x.py", error=f"ValueError: rank {rank} has no data")) for rank in (8, 12)]
     assert summary(own, None) == [b"[8,12] ValueError: rank 12 has no data, at x.py:7 (2 ranks)"]
+    cycle = "Deadlock: no rank can go on, after {} s: rank 0 waits for rank 1; rank 1 waits for rank 0"
+    same = [Ended(rank, 1, frames("x.py", error=cycle.format(4 + rank / 10))) for rank in (0, 1)]
+    assert len(summary(same, None)) == 1
+    assert b", rank 1 in the same way;" in b"\n".join(summary(same, same[0], "rank 0 failed first"))
     alike = [Ended(rank, -9, []) for rank in (3, 4, 6)]
     assert summary(alike, None) == [b"[3,4,6] killed by SIGKILL (3 ranks)"]
 

@@ -42,6 +42,10 @@ def with_objects(comm: uni.Communicator) -> str:
         ]:
             with pytest.raises(error):
                 bad()
+        with pytest.raises(uni.BadArguments, match=r"it is a generator. Next: read it by .* proxy.stream"):
+            one.counts(3)
+        with pytest.raises(uni.BadArguments, match=r"it is no generator. Next: call it by"):
+            next(one.stream.add(1))
         reference = two.reference
         two.release()
         two.release()
@@ -102,6 +106,12 @@ def with_dropped_proxies(comm: uni.Communicator) -> str:
         del add, start_add, work
         while agent.call(1, "held"):
             time.sleep(0.001)
+        items = agent.remote(1, Counter, 5).stream.counts(40, timeout=LONG_S)  # keeps the object, too
+        assert (list(items), agent.call(1, "held")) == (list(range(6, 46)), 1)
+        del items
+        assert list(agent.remote(1, Counter, 5).stream.later_counts(3)) == [5] * 3
+        while agent.call(1, "held"):
+            time.sleep(0.001)
         for number in range(50):
             assert agent.remote(1, Counter, number).add(1) == number + 1
             assert agent.remote(1, Counter, number).start.add(2).wait() == number + 2
@@ -111,3 +121,12 @@ def with_dropped_proxies(comm: uni.Communicator) -> str:
 
 def test_a_method_and_a_call_under_way_keep_the_object_of_a_dropped_proxy(world_of):
     assert world_of(with_dropped_proxies, 2) == ["ok"] * 2
+
+
+@pytest.mark.parametrize("name", ["start", "stream", "release", "reference"])
+def test_a_method_that_a_proxy_could_not_call_is_refused(name: str) -> None:
+    with uni.local(1)[0] as comm, Agent(comm) as agent:
+        with pytest.raises(uni.UsageError, match=f"has a method '{name}', which a proxy has itself"):
+            agent.expose(type("Named", (), {name: lambda self: None}))
+        with pytest.raises(uni.NotExposed):
+            agent.remote(0, "Named")

@@ -231,6 +231,8 @@ def test_what_cannot_be_averaged_is_refused_before_anything_is_sent() -> None:
             uni.train.average_gradients(
                 comm, np.ones(2, complex), compression=uni.train.ErrorFeedback(uni.train.Int8())
             )
+        with pytest.raises(uni.UsageError, match=r"TopK.* allowed: an ErrorFeedback"):
+            uni.train.average_gradients(comm, np.ones(2), compression=uni.train.TopK(0.5))
         with pytest.raises(uni.UsageError, match="bucket_bytes"):
             uni.train.average_gradients(comm, np.ones(2), 0)
         for nothing in ([], {}, None, [None, ()]):
