@@ -21,6 +21,7 @@ from unisono.comm.mesh import Grid, Mesh
 from unisono.comm.split import named_identity
 from unisono.comm.splitter import Splitter
 from unisono.comm.verbs import BlockingVerbs, Start
+from unisono.core.call_site import on_behalf
 from unisono.core.clock import Dropped
 from unisono.core.runtime import Finalizer, Killed, refuse_blocking
 from unisono.errors import (
@@ -326,7 +327,8 @@ class Communicator(BlockingVerbs):
         import asyncio  # a third of the package's import time, and only needed here
 
         # `close` may wait for sends: not on the thread of the event loop.
-        await asyncio.to_thread(self.__exit__, kind, error, trace)
+        with on_behalf():
+            await asyncio.to_thread(self.__exit__, kind, error, trace)
 
     def _explain(self, error: BaseException) -> None:
         """Send the other ranks the error that ends this one."""

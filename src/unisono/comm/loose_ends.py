@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 
 from unisono.comm.group_state import GroupState
-from unisono.core.call_site import call_site, line_of
+from unisono.core.call_site import call_site, calling_thread, line_of
 from unisono.core.envelope import ANY, Any_, Envelope
 from unisono.errors import CollectiveMismatch, UnisonoError
 
@@ -66,7 +66,7 @@ class LooseEnds:
             queued = [f"{n} bytes from rank {rank}, tag {tag}" for rank, tag, n in self._unreceived()]
             loose += [f"works never waited for: {', '.join(started)}"] if started else []
             loose += [f"messages never received: {'; '.join(queued)}"] if queued else []
-        elif isinstance(error, CollectiveMismatch) and threading.get_ident() not in self._raised:
+        elif isinstance(error, CollectiveMismatch) and calling_thread() not in self._raised:
             raised = "; ".join(self._raised.values()) or "to nobody"
             loose.append(f"a mismatch that was raised {raised}: {error.what}")
         if loose and not state.is_aborted:

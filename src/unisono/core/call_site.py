@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -13,7 +15,16 @@ from typing import Final
 
 from unisono import _native
 
-__all__ = ["call_site", "caller", "hide_folder", "is_users", "line_of", "line_text"]
+__all__ = [
+    "call_site",
+    "caller",
+    "calling_thread",
+    "hide_folder",
+    "is_users",
+    "line_of",
+    "line_text",
+    "on_behalf",
+]
 
 _PACKAGE: Final = Path(__file__).parents[1]
 _INSIDE: Final = str(_PACKAGE)
@@ -22,6 +33,7 @@ _EDGES: Final = tuple(str(_PACKAGE / name) for name in ("bench", "cli", "testing
 # Frames of these files run the end of `with` blocks, and threads.
 _HELPERS: Final = frozenset((contextlib.__file__, threading.__file__))
 _hidden: tuple[str, ...] = ()
+_behalf: ContextVar[tuple[int, str] | None] = ContextVar("unisono_on_behalf", default=None)
 
 
 # Called for every frame of every call; the number of different files is small.
@@ -44,8 +56,26 @@ def hide_folder(folder: str) -> None:
 
 def call_site() -> str:
     """The innermost line of the user's code on the stack, as "file.py:12"."""
+    if (kept := _behalf.get()) is not None:
+        return kept[1]
     frame = caller()
     return line_text(frame.f_code.co_filename, frame.f_lineno)
+
+
+@contextlib.contextmanager
+def on_behalf() -> Iterator[None]:
+    """What other threads run in this context counts as called by this thread, from its line."""
+    token = _behalf.set((calling_thread(), call_site()))
+    try:
+        yield
+    finally:
+        _behalf.reset(token)
+
+
+def calling_thread() -> int:
+    """The thread of the user that called the library."""
+    kept = _behalf.get()
+    return threading.get_ident() if kept is None else kept[0]
 
 
 def caller() -> FrameType:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import warnings
+from collections.abc import Awaitable, Callable
 
 import numpy as np
 import pytest
@@ -38,6 +39,37 @@ def test_async_with_closes_a_communicator_without_stopping_the_loop() -> None:
         return into
 
     np.testing.assert_array_equal(asyncio.run(main()), np.arange(LONG, dtype=np.uint8))
+
+
+def test_what_async_with_left_undone_is_logged_with_the_line_of_the_program(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        first, second = uni.local(2)
+        async with second:
+            async with first:
+                first.start.send(np.ones(3), 1)
+            line = main.__code__.co_firstlineno + 3
+            assert f"rank 0 closes 'world' at test_event_loop.py:{line} with works never" in caplog.text
+
+    asyncio.run(main())
+
+
+def test_a_mismatch_that_the_coroutine_saw_is_not_reported_again(caplog: pytest.LogCaptureFixture) -> None:
+    async def one(comm: uni.Communicator, call: Callable[[uni.Communicator], Awaitable[object]]) -> None:
+        async with comm:
+            with pytest.raises(uni.CollectiveMismatch):
+                await call(comm)
+
+    async def main() -> None:
+        first, second = uni.local(2)
+        await asyncio.gather(
+            one(first, lambda comm: comm.start.barrier()),
+            one(second, lambda comm: comm.start.all_reduce(1.0)),
+        )
+
+    asyncio.run(main())
+    assert not caplog.records
 
 
 def test_an_exception_in_async_with_ends_the_calls_of_other_ranks() -> None:
