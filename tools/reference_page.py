@@ -1,4 +1,4 @@
-"""docs/reference.md: every verb, what a communicator and a work offer, and every setting.
+"""docs/reference.md: every verb, function and setting, and what a communicator, a work and an agent offer.
 
 Made from the table of verbs and the docstrings: `python tools/reference_page.py` writes the page, and a test
 compares it.
@@ -22,17 +22,33 @@ from unisono.comm.verb_table import COLLECTIVES, VERBS, Fact, verbs_with
 from unisono.comm.verbs import ReferenceVerbs
 from unisono.core.envelope import ANY
 from unisono.core.work import Work
+from unisono.rpc.objects import Proxy
 
 __all__ = ["PAGE", "text"]
 
 PAGE: Final = Path(__file__).parents[1] / "docs" / "reference.md"
 
+_OF_WORLDS: Final = ("init", "spawn", "local", "simulate", "list_backends")
 _OF_WORKS: Final = ("wait_all", "wait_any", "wait_some", "as_completed")
+_OF_AGENTS: Final = (
+    "expose",
+    "register",
+    "call",
+    "start",
+    "call_all",
+    "notify",
+    "stream",
+    "remote",
+    "proxy",
+    "close",
+)
+_OF_DATA: Final = ("register", "op", "typed")
 _INTRODUCTION: Final = """\
 # Reference
 
-Every verb, what a communicator and a work offer, and every setting. `tools/reference_page.py` makes this page
-from the docstrings, which `help(uni.Communicator.all_reduce)` shows as well.
+Every verb, function and setting, and what a communicator, a work and an agent offer.
+`tools/reference_page.py` makes this page from the docstrings, which `help(uni.Communicator.all_reduce)` shows
+as well.
 
 `comm.all_reduce(x)` waits and returns the result. `comm.start.all_reduce(x)` takes the same arguments and
 returns a [Work](#work). Every verb may raise the errors that [failure.md](failure.md) lists; below, a verb
@@ -52,36 +68,56 @@ def text() -> str:
         "Collectives of objects": of_objects,
     }
     lines = [_INTRODUCTION, *_described(inspect.getdoc(ReferenceVerbs.__base__), skip_first=True)]
+    lines += ["## Worlds", ""]
+    for name in _OF_WORLDS:
+        lines += _function(f"uni.{name}", getattr(uni, name))
     for title, verbs in groups.items():
         lines += [f"## {title}", ""]
         for verb in verbs:
             lines += _verb(verb)
-    lines += ["## Communicators", ""]
+    lines += [
+        "## Communicators",
+        "",
+        *_described(inspect.getdoc(uni.Communicator)),
+        *_attributes(uni.Communicator),
+    ]
     lines += _verb("split")
-    lines += _members(uni.Communicator, ("sub", "mesh", "close", "abort"))
+    lines += _methods(uni.Communicator, ("sub", "mesh", "close", "abort"))
+    lines += ["## Mesh", "", *_described(inspect.getdoc(uni.Mesh)), *_attributes(uni.Mesh)]
     lines += ["## Work", "", *_described(inspect.getdoc(Work))]
-    lines += _members(Work, ("wait", "done", "cancel", "add_done_callback"))
+    lines += _methods(Work, ("wait", "done", "cancel", "add_done_callback"))
     for name in _OF_WORKS:
         lines += _function(f"uni.{name}", getattr(uni, name))
+    lines += ["## Objects and operations", ""]
+    for name in _OF_DATA:
+        lines += _function(f"uni.{name}", getattr(uni, name))
+    lines += ["## Remote calls", "", "[rpc.md](rpc.md) shows how they are used.", ""]
+    lines += _function("uni.rpc.Agent", uni.rpc.Agent)
+    lines += _methods(uni.rpc.Agent, _OF_AGENTS, "agent.")
+    lines += ["### Proxy", "", *_described(inspect.getdoc(Proxy)), *_attributes(Proxy)]
+    lines += _methods(Proxy, ("release",), "proxy.")
     lines += ["## Settings", "", *_described(inspect.getdoc(uni.Config)), *_settings()]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip("\n") + "\n"
 
 
-def _members(owner: type, methods: tuple[str, ...]) -> Iterator[str]:
+def _attributes(owner: type) -> Iterator[str]:
     names = [name for name in vars(owner) if isinstance(vars(owner)[name], property) and name[0] != "_"]
-    if names:
-        yield from ("| attribute | |", "|---|---|")
-        for name in names:
-            doc = " ".join((inspect.getdoc(vars(owner)[name]) or "").split())
-            yield f"| `{name}` | {doc} |"
-        yield ""
-    for name in methods:
-        yield from _function(name, getattr(owner, name))
+    yield from ("| attribute | |", "|---|---|")
+    for name in names:
+        doc = " ".join((inspect.getdoc(vars(owner)[name]) or "").split())
+        yield f"| `{name}` | {doc} |"
+    yield ""
+
+
+def _methods(owner: type, names: tuple[str, ...], prefix: str = "") -> Iterator[str]:
+    for name in names:
+        yield from _function(prefix + name, getattr(owner, name))
 
 
 def _verb(name: str) -> Iterator[str]:
     """The signature of the reference verb, and what `help` says but for the errors of every verb."""
-    signature = _signature(name, getattr(ReferenceVerbs, name))
+    # What waiting for the work gives.
+    signature = re.sub(r"-> Work\[(.*)\]$", r"-> \1", _signature(name, getattr(ReferenceVerbs, name)))
     yield from (f"### {name}", "", "```python", signature, "```", "")
     yield from _described(special(inspect.cleandoc(getattr(uni.Communicator, name).__doc__)))
 
@@ -97,11 +133,13 @@ def _signature(name: str, function: Callable[..., Any]) -> str:
     for parameter in signature.parameters.values():
         if parameter.name == "self":
             continue
-        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in shown:
+        if parameter.kind is parameter.KEYWORD_ONLY and not any(each.startswith("*") for each in shown):
             shown.append("*")
-        shown.append(parameter.name + _default(parameter))
-    result = signature.return_annotation
-    given = "" if result is signature.empty else f" -> {_result(str(result))}"
+        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        shown.append(stars + parameter.name + _default(parameter))
+    result = "" if isinstance(function, type) else str(signature.return_annotation)
+    # A type variable says nothing without the types of the arguments.
+    given = "" if not result or re.search(r"\b[A-Z]\b", result) else f" -> {result}"
     return f"{name}({', '.join(shown)}){given}"
 
 
@@ -111,20 +149,20 @@ def _default(parameter: inspect.Parameter) -> str:
     return "=uni.ANY" if parameter.default is ANY else f"={parameter.default!r}".replace("'", '"')
 
 
-def _result(annotation: str) -> str:
-    """What waiting for a work gives."""
-    work = re.fullmatch(r"Work\[(.*)\]", annotation)
-    return work[1] if work else annotation
-
-
 def _described(doc: str | None, *, skip_first: bool = False) -> Iterator[str]:
-    """A docstring as Markdown: sections become lists."""
+    """A docstring as Markdown: sections become lists; indented lines outside them stay, as code."""
     lines = (doc or "").splitlines()
+    in_section = False
     for line in lines[2:] if skip_first else lines:
-        if re.fullmatch(r"(Args|Returns|Raises|Yields):", line):
+        if re.fullmatch(r"(Args|Attributes|Returns|Raises|Yields):", line):
+            in_section = True
             yield f"**{line[:-1]}**"
             yield ""
-        elif item := re.match(r"    (\w[\w, ]*): (.*)", line):
+            continue
+        in_section = in_section and (not line or line.startswith(" "))
+        if not in_section:
+            yield line
+        elif item := re.match(r"    (\*{0,2}\w[\w, ]*): (.*)", line):
             yield f"- `{item[1]}`: {item[2]}"
         else:
             yield re.sub(r"^ {4}( {2})?\s*", r"\1", line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 from types import ModuleType
 
@@ -31,4 +32,26 @@ def test_the_page_has_what_a_communicator_offers_beside_verbs(page: ModuleType) 
     names = {name for pair in known for name in pair if name}
     methods = {name for name in vars(uni.Communicator) if not name.startswith("_")} - {"world"}
     works = {"wait", "done", "cancel", "add_done_callback"}
-    assert methods | works | {"uni.wait_all", "uni.wait_any", "uni.wait_some", "uni.as_completed"} <= names
+    mesh = {name for name in vars(uni.Mesh) if not name.startswith("_")}
+    assert methods | works | mesh <= names
+
+
+def test_the_page_has_every_public_function_and_what_an_agent_offers(page: ModuleType) -> None:
+    known = set(re.findall(r"^### ([\w.]+)$", page.text(), re.MULTILINE))
+    functions = {f"uni.{name}" for name in uni.__all__ if inspect.isfunction(getattr(uni, name))}
+    agent = {f"agent.{name}" for name in vars(uni.rpc.Agent) if not name.startswith("_")} - {"agent.name"}
+    assert functions | agent <= known
+
+
+def test_a_drawing_in_a_docstring_stays_as_it_is(page: ModuleType) -> None:
+    doc = "What.\n\n    row 0    1: 2\n    row 1    3\n\nArgs:\n    *rest: words\n        more.\n"
+    assert list(page._described(doc))[2:] == [
+        "    row 0    1: 2",
+        "    row 1    3",
+        "",
+        "**Args**",
+        "",
+        "- `*rest`: words",
+        "  more.",
+        "",
+    ]

@@ -49,7 +49,8 @@ class Verbs(AnnouncedVerbs):
     otherwise all ranks get CollectiveMismatch. Every verb takes `timeout=`: seconds for the whole operation,
     without a limit by default. Most collectives take `algorithm=`: "auto" or a name that `unisono plan
     --list` shows. Where a verb takes `out=`, it fills that memory and returns it; otherwise it returns a new
-    array of the same kind as `x`. A wrong argument is a UsageError, raised before anything is sent.
+    array of the same kind as `x`. Memory that is written to must be C-contiguous; arrays that are only read
+    may have any strides. A wrong argument is a UsageError, raised before anything is sent.
     """
 
     # What `help` says about arguments and errors is in verb_docs.py.

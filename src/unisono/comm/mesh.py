@@ -95,7 +95,16 @@ class Grid:
 
 
 class Mesh:
-    """A grid of ranks with a communicator along each axis: `mesh["dp"]`."""
+    """A grid of ranks with a communicator along each axis: `mesh["dp"]`, or by its number `mesh[0]`.
+
+    `mesh["dp"].rank` is the coordinate of this rank along `dp`; its neighbours there are the ranks before and
+    after it, and at the ends none.
+
+    Attributes:
+        rank: this rank in the communicator that the mesh was made from.
+        grid: the arithmetic of the whole grid: `coords(rank)`, `rank_of(coords)`, `ranks_along(axis, rank)`,
+            `groups_along(axis)`.
+    """
 
     def __init__(self, grid: Grid, rank: int, axes: Mapping[str, Communicator]) -> None:
         self.grid = grid

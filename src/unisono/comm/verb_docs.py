@@ -16,7 +16,8 @@ _PARAMETERS: Final = {
     "x": "an array, or a number.",
     "xs": "arrays, each overwritten by its result, or numbers.",
     "data": "an array, or a number.",
-    "obj": "plain data, bytes, arrays and instances of registered classes, in any nesting.",
+    "obj": "None, numbers, text, bytes, containers, arrays and instances of classes given to `uni.register`, "
+    "in any nesting; no pickle.",
     "value": "an object as `send_object` takes it.",
     "values": "on root one object for each rank; elsewhere None.",
     "objects": "an object for each rank, as `send_object` takes it.",

@@ -103,7 +103,7 @@ def spawn(
         fn: a function at the top level of a module or of the caller's main file, where the new processes find
             it by its name.
         n: the number of ranks.
-        args: plain data, arrays and registered classes, as the results are.
+        *args: objects as `send_object` takes them; so are the results.
         backend: a backend whose ranks need no launcher of their own.
         timeout: seconds after which all ranks are killed; None means no limit.
         env: environment variables for the ranks.
@@ -314,7 +314,12 @@ def _credentials(view: View) -> Credentials | None:
 
 
 def local(n: int, config: Config | None = None) -> list[Communicator]:
-    """Make a world of `n` ranks in this process, for threads and tests: one communicator for each rank."""
+    """Make a world of `n` ranks in this process, for threads and tests: one communicator for each rank.
+
+    Args:
+        n: the number of ranks.
+        config: the settings of all ranks.
+    """
     from unisono.backends.native.local_ranks import LocalRank
 
     return [Communicator.world(backend) for backend in LocalRank.create(n, config)]
@@ -334,7 +339,7 @@ def simulate(
     Args:
         fn: the program of each rank.
         n: the number of ranks.
-        args: further arguments of fn.
+        *args: further arguments of fn.
         seed: decides everything that is random in the network and the schedule.
         network: latency, bandwidth and jitter of the links.
         faults: kills, pauses, partitions and losses, and when they happen.

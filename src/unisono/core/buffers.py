@@ -43,6 +43,10 @@ class Typed:
 def typed(data: np.ndarray[Any, Any], dtype: str) -> Typed:
     """Declare that a NumPy array holds elements of `dtype`, such as bfloat16 bits in uint16.
 
+    Args:
+        data: the array, which verbs then take in this form.
+        dtype: the name of the type.
+
     Raises:
         UsageError: it is no plain NumPy array, or its elements have another size.
     """

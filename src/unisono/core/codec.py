@@ -84,7 +84,10 @@ _STRUCT, _TUPLE, _DATACLASS = range(3)
 def register(cls: C) -> C:
     """Allow instances of a dataclass, a msgspec.Struct or a named tuple to be sent and received.
 
-    Every rank that sends or receives it must register it. Usable as a decorator.
+    Every rank that sends or receives it must register it, as a rule by `@uni.register` on the class.
+
+    Args:
+        cls: the class, which is returned.
 
     Raises:
         UsageError: it is another kind of class, or another class has the same name.
