@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -75,6 +76,20 @@ def test_arguments_that_do_not_fit_the_world_are_refused_before_it_runs(argument
     with pytest.raises(UsageError):
         run(ran.append, **{"n": 2, **arguments})
     assert not ran
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"faults": [Kill(2, 0)]}, "Kill(rank=2, at_s=0, at_step=None): rank=2; allowed: ranks 0 to 1"),
+        ({"network": Network(links={(0, 2): Link()})}, "links[(0, 2)]: rank=2; allowed: ranks 0 to 1"),
+    ],
+)
+def test_a_rank_that_does_not_exist_is_named_with_its_fault_or_link(
+    arguments: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(words)):
+        run(print, 2, **arguments)
 
 
 def test_a_partition_cuts_both_ways_between_all_groups() -> None:

@@ -177,7 +177,8 @@ class Agent:
                 not wait: blocking verbs and calls raise UsageError in it, and one that takes long is logged.
 
         Raises:
-            UsageError: the name is invalid or taken; an `async def` function or a generator cannot be inline.
+            UsageError: the name is invalid or taken; an `async def` function or a generator cannot be inline;
+                a class has a method that a proxy could not call, such as `start` or `release`.
         """
         if isinstance(fn, type):
             if self._classes.get(name) == (fn, inline):

@@ -130,7 +130,7 @@ def checked_faults(faults: Iterable[Any], size: int) -> tuple[Fault, ...]:
         if not isinstance(fault, Fault):
             raise UsageError(f"faults has {fault!r}; allowed: Kill, Pause, Resume, Partition, Drop, Slow")
         for rank in _ranks_named(fault):
-            check_rank(f"rank in {fault}", rank, size)
+            check_rank(f"{fault}: rank", rank, size)
         checked.append(fault)
     return tuple(checked)
 
@@ -191,7 +191,7 @@ def _checked_groups(groups: Any) -> tuple[tuple[int, ...], ...]:
         raise UsageError(f"groups={groups!r}; allowed: groups of ranks, such as [[0, 1], [2, 3]]") from None
     ranks = [rank for group in checked for rank in group]
     for rank in ranks:
-        check_rank("rank in groups", rank)
+        check_rank("groups: rank", rank)
     if len(checked) < 2 or not all(checked):
         raise UsageError(f"groups={groups!r}; allowed: two groups or more, none of them empty")
     twice = sorted(rank for rank in set(ranks) if ranks.count(rank) > 1)

@@ -52,7 +52,7 @@ class Network:
         """Refuse links between ranks that do not exist."""
         for key in self.links:
             for rank in key:
-                check_rank(f"rank in links[{key}]", rank, size)
+                check_rank(f"links[{key}]: rank", rank, size)
 
     def pace(self, src: int, dst: int) -> Pace:
         """The pace from one rank to another."""
