@@ -165,6 +165,29 @@ def test_a_blob_that_is_sent_eagerly_is_here_when_its_frame_is_read(kind: str) -
     assert run(kind, receives_after_reading, 2, lengths)[1] == [True] * len(eager) + [False]
 
 
+def reads_per_call(comm: uni.Communicator, nbytes: int, calls: int) -> float:
+    """How often the threads of this rank return from reading with messages, for each call of rank 0."""
+    agent = Agent(comm)
+    agent.register("echo", lambda x: x)
+    transport = agent._transport
+    assert isinstance(transport, MailboxTransport)
+    value = ramp(nbytes, comm.rank)
+    comm.barrier()
+    if comm.rank == 0:
+        assert agent.call(1, "echo", value) == value
+    comm.barrier()
+    before = transport._mailbox.batches()
+    for _ in range(calls if comm.rank == 0 else 0):
+        agent.call(1, "echo", value)
+    comm.barrier()
+    return (transport._mailbox.batches() - before) / calls
+
+
+def test_a_call_with_16_kib_is_read_at_once_on_both_sides() -> None:
+    """Not once more for its blob, unless a busy machine delays a thread between the blob and the frame."""
+    assert max(run("tcp", reads_per_call, 2, 16 << 10, 300)) < 1.25
+
+
 # -- many at once ----------------------------------------------------------------------------------------
 
 
