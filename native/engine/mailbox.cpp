@@ -117,8 +117,12 @@ class Mailbox::Expected final : public Receive {
     message.outcome = outcome;
     message.owner = std::move(owner);
     box_.spare_expected_.push_back(this);
-    box_.add(std::move(message));
+    if (ended_at_once != nullptr)
+      ended_at_once->emplace(std::move(message));
+    else
+      box_.add(std::move(message));
   }
+  std::optional<MailboxMessage>* ended_at_once = nullptr;  // while it is started: where its end is reported
   uint64_t number_of = 0;
   byte* into = nullptr;
   uint64_t nbytes = 0;
@@ -191,9 +195,16 @@ void Mailbox::work() {
   for (std::int32_t source = 0; source < engine_.size; ++source) refill(source);
 }
 
-bool Mailbox::post(std::int32_t dst, const byte* data, uint64_t nbytes, uint64_t unsent_bytes_max, bool is_more) {
+bool Mailbox::post(std::int32_t dst, const byte* data, uint64_t nbytes, uint64_t unsent_bytes_max, bool is_more,
+                   std::vector<LentPayload>* lent) {
   Sender& sender = senders_[dst];
   if (sender.unsent_bytes > unsent_bytes_max) return false;
+  const auto lend_those = [&](bool are_certain) {
+    if (lent == nullptr) return;
+    for (LentPayload& payload : *lent)
+      if ((payload.nbytes <= certain_bytes_max) == are_certain) lend(dst, std::move(payload));
+  };
+  lend_those(true);
   OwnedSend& send = taken(*this, sends_, spare_sends_);
   send.to = dst;
   send.context = context_;
@@ -206,33 +217,34 @@ bool Mailbox::post(std::int32_t dst, const byte* data, uint64_t nbytes, uint64_t
   if (is_more && !is_closed_) cork();
   const bool is_started = !is_closed_ && engine_.start(send, dst);
   if (!is_more) uncork();
-  if (is_started) return true;
-  --active_;
-  sender.unsent_bytes -= nbytes + line_bytes;
-  spare_sends_.push_back(&send);
-  return true;  // closed: the message is lost, and the close was reported elsewhere
+  if (!is_started) {  // closed: the message is lost, and the close was reported elsewhere
+    --active_;
+    sender.unsent_bytes -= nbytes + line_bytes;
+    spare_sends_.push_back(&send);
+  }
+  lend_those(false);
+  return true;
 }
 
-bool Mailbox::lend(std::int32_t dst, uint64_t tag, const byte* data, uint64_t nbytes, uint64_t number, Owner owner) {
+void Mailbox::lend(std::int32_t dst, LentPayload payload) {
   Lent& lent = taken(*this, all_lent_, spare_lent_);
   lent.context = context_;
-  lent.tag = tag;
-  lent.data = data;
-  lent.nbytes = nbytes;
+  lent.tag = payload.tag;
+  lent.data = payload.data;
+  lent.nbytes = payload.nbytes;
   // Nothing of a longer one is sent before the receiver takes it: it may not want it, and what is never received must
   // neither stay there nor use up credit.
-  lent.receive_is_certain = nbytes <= certain_bytes_max;
+  lent.receive_is_certain = payload.nbytes <= certain_bytes_max;
   lent.sync = !lent.receive_is_certain;
-  lent.number_of = number;
-  lent.owner = std::move(owner);
-  lent_[number] = &lent;
+  lent.number_of = payload.number;
+  lent.owner = std::move(payload.owner);
+  lent_[payload.number] = &lent;
   ++active_;
-  if (!is_closed_ && engine_.start(lent, dst)) return true;
-  lent.end(Outcome::closed);
-  return false;
+  if (is_closed_ || !engine_.start(lent, dst)) lent.end(Outcome::closed);
 }
 
-void Mailbox::expect(std::int32_t source, uint64_t tag, byte* into, uint64_t nbytes, uint64_t number, Owner owner) {
+std::optional<MailboxMessage> Mailbox::expect(std::int32_t source, uint64_t tag, byte* into, uint64_t nbytes,
+                                              uint64_t number, Owner owner) {
   Expected& expected = taken(*this, all_expected_, spare_expected_);
   expected.context = context_;
   expected.tag = tag;
@@ -243,7 +255,11 @@ void Mailbox::expect(std::int32_t source, uint64_t tag, byte* into, uint64_t nby
   expected.owner = std::move(owner);
   expected_[number] = &expected;
   ++active_;
+  std::optional<MailboxMessage> ended;
+  expected.ended_at_once = &ended;
   if (is_closed_ || !engine_.start(expected)) expected.end(Outcome::closed, source);
+  expected.ended_at_once = nullptr;
+  return ended;
 }
 
 void Mailbox::withdraw(uint64_t number) {

@@ -8,7 +8,8 @@
 // A payload that is too long for one message travels beside it under a tag of its own: *lent* from the sender's memory,
 // and *expected* into the receiver's. The end of an expected message is reported as a message, so no other thread has
 // to be woken. One of up to `certain_bytes_max` is sent at once, because its receiver always receives it, even if it
-// then drops it.
+// then drops it; and it is sent before its message, so that it is usually there when the message is read. A longer one
+// follows its message, so that it is usually expected when its RTS arrives.
 //
 // One thread reads at a time. A *front* reader waits for an answer and makes progress meanwhile, as every caller does.
 // In the background one *leader* among the serving threads makes progress, only while no other thread does, and sleeps
@@ -20,6 +21,7 @@
 #include <condition_variable>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <thread>
 #include <unordered_map>
 #include <vector>
@@ -42,6 +44,15 @@ struct MailboxMessage {
   // Of an expected message: its number (else 0), how it ended, and its memory.
   uint64_t number = 0;
   Outcome outcome = Outcome::done;
+  Owner owner;
+};
+
+// A payload that is lent beside a message.
+struct LentPayload {
+  uint64_t tag = 0;
+  uint64_t number = 0;  // by which it is withdrawn
+  const byte* data = nullptr;
+  uint64_t nbytes = 0;
   Owner owner;
 };
 
@@ -75,16 +86,18 @@ class Mailbox final : private DeferredWork {
   Mailbox(const Mailbox&) = delete;
   Mailbox& operator=(const Mailbox&) = delete;
 
-  // Copy a message and send it. False, and nothing is sent, if more than `unsent_bytes_max` bytes wait for the peer.
-  // With `is_more` another one follows soon: a socket may keep it until then, or until the next round of progress,
-  // which some thread makes within a millisecond, so that one system call sends several.
-  bool post(std::int32_t dst, const byte* data, uint64_t nbytes, uint64_t unsent_bytes_max, bool is_more = false);
-  // Send a long message without copying it. False once the engine is closed.
-  bool lend(std::int32_t dst, uint64_t tag, const byte* data, uint64_t nbytes, uint64_t number, Owner owner);
+  // Copy a message and send it, with the payloads beside it, which are not copied. False, and nothing is sent or taken,
+  // if more than `unsent_bytes_max` bytes wait for the peer. With `is_more` another one follows soon: a socket may keep
+  // the message until then, or until the next round of progress, which some thread makes within a millisecond, so that
+  // one system call sends several.
+  bool post(std::int32_t dst, const byte* data, uint64_t nbytes, uint64_t unsent_bytes_max, bool is_more = false,
+            std::vector<LentPayload>* lent = nullptr);
   // Whether it has not ended yet.
   bool is_lent(uint64_t number) const { return lent_.contains(number); }
-  // Receive a message of up to `nbytes` into memory. A message reports its end.
-  void expect(std::int32_t source, uint64_t tag, byte* into, uint64_t nbytes, uint64_t number, Owner owner);
+  // Receive a message of up to `nbytes` into memory. What is returned reports its end if it is here already; else a
+  // message does, later.
+  std::optional<MailboxMessage> expect(std::int32_t source, uint64_t tag, byte* into, uint64_t nbytes, uint64_t number,
+                                       Owner owner);
   // Cancel what was lent or expected and is unmatched. A message reports the end of an expected one.
   void withdraw(uint64_t number);
 
@@ -113,6 +126,7 @@ class Mailbox final : private DeferredWork {
     bool needs_slot = false;    // no receive is posted for it
   };
 
+  void lend(std::int32_t dst, LentPayload payload);
   void work() override;
   void drop() override { is_closed_ = true; }
   void cork();

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
 
 #include "collective/rank_map.hpp"
 #include "engine/completion_queue.hpp"
@@ -41,20 +42,19 @@ class PyMailbox {
   PyMailbox(const PyMailbox&) = delete;
   PyMailbox& operator=(const PyMailbox&) = delete;
 
-  bool post(std::int32_t dst, nb::bytes data, uint64_t unsent_bytes_max, bool is_more) {
+  bool post(std::int32_t dst, nb::bytes data, uint64_t unsent_bytes_max, bool is_more, nb::sequence lent) {
     const std::int32_t peer = peer_of(dst);
     if (engine_.is_forked()) return true;
+    std::vector<LentPayload> payloads;  // before the lock: what is not taken is released without it
+    for (const nb::handle one : lent) {
+      const auto [tag, payload, number] = nb::cast<std::tuple<uint64_t, nb::handle, uint64_t>>(one);
+      auto [view, owner] = view_of(payload, PyBUF_SIMPLE);
+      payloads.push_back(
+          {tag, number, static_cast<const byte*>(view->buf), static_cast<uint64_t>(view->len), std::move(owner)});
+    }
     const Hold held = engine_.hold();
-    return box_->post(peer, reinterpret_cast<const byte*>(data.c_str()), data.size(), unsent_bytes_max, is_more);
-  }
-
-  bool lend(std::int32_t dst, uint64_t tag, nb::handle data, uint64_t number) {
-    const std::int32_t peer = peer_of(dst);
-    if (engine_.is_forked()) return false;
-    auto [view, owner] = view_of(data, PyBUF_SIMPLE);
-    const Hold held = engine_.hold();
-    return box_->lend(peer, tag, static_cast<const byte*>(view->buf), static_cast<uint64_t>(view->len), number,
-                      std::move(owner));
+    return box_->post(peer, reinterpret_cast<const byte*>(data.c_str()), data.size(), unsent_bytes_max, is_more,
+                      &payloads);
   }
 
   bool is_lent(uint64_t number) {
@@ -63,13 +63,19 @@ class PyMailbox {
     return box_->is_lent(number);
   }
 
-  void expect(std::int32_t src, uint64_t tag, nb::handle into, uint64_t number) {
+  nb::object expect(std::int32_t src, uint64_t tag, nb::handle into, uint64_t number) {
     const std::int32_t peer = peer_of(src);
     if (number == 0) throw nb::value_error("number: allowed: 1 or more");
-    if (engine_.is_forked()) return;
+    if (engine_.is_forked()) return nb::none();
     auto [view, owner] = view_of(into, PyBUF_WRITABLE);
-    const Hold held = engine_.hold();
-    box_->expect(peer, tag, static_cast<byte*>(view->buf), static_cast<uint64_t>(view->len), number, std::move(owner));
+    std::optional<MailboxMessage> ended;  // before the lock: its memory is released without it
+    {
+      const Hold held = engine_.hold();
+      ended = box_->expect(peer, tag, static_cast<byte*>(view->buf), static_cast<uint64_t>(view->len), number,
+                           std::move(owner));
+    }
+    if (!ended.has_value()) return nb::none();
+    return nb::make_tuple(static_cast<int>(ended->outcome), ended->nbytes);
   }
 
   void withdraw(uint64_t number) {
@@ -170,8 +176,7 @@ void bind_mailbox(nb::module_& m) {
       .def(nb::init<nb::object, uint64_t, uint64_t, std::shared_ptr<RankMap>>(), nb::arg("engine"), nb::arg("context"),
            nb::arg("tag"), nb::arg("rank_map"))
       .def("post", &PyMailbox::post, nb::arg("dst"), nb::arg("data"), nb::arg("unsent_bytes_max"),
-           nb::arg("is_more") = false)
-      .def("lend", &PyMailbox::lend)
+           nb::arg("is_more") = false, nb::arg("lent") = nb::tuple())
       .def("is_lent", &PyMailbox::is_lent)
       .def("expect", &PyMailbox::expect)
       .def("withdraw", &PyMailbox::withdraw)

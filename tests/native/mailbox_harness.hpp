@@ -62,9 +62,13 @@ class MailboxHarness {
       const std::lock_guard guard(mutex_);
       expected_[number] = [] {};
     }
-    const Hold held = engine_.hold();
-    box_->expect(src, tag_of_nothing, at, 100, number, std::move(place));
-    box_->withdraw(number);
+    std::optional<MailboxMessage> ended;
+    {
+      const Hold held = engine_.hold();
+      ended = box_->expect(src, tag_of_nothing, at, 100, number, std::move(place));
+      if (!ended.has_value()) box_->withdraw(number);
+    }
+    if (ended.has_value()) on_expected(*ended);
   }
 
   void interrupt_wait(bool is_front) {
@@ -120,11 +124,14 @@ class MailboxHarness {
 
   // The bytes travel beside the message, lent here and expected there.
   void send(std::int32_t dst, const Words& words, const std::vector<byte>& bytes) {
-    auto lent = std::make_shared<std::vector<byte>>(bytes);
-    const byte* at = lent->data();
+    std::vector<LentPayload> lent;
+    if (!bytes.empty()) {
+      auto kept = std::make_shared<std::vector<byte>>(bytes);
+      const byte* at = kept->data();
+      lent.push_back({words.number, next_++, at, bytes.size(), std::move(kept)});
+    }
     const Hold held = engine_.hold();
-    box_->post(dst, reinterpret_cast<const byte*>(&words), sizeof words, UINT64_MAX);
-    if (!bytes.empty()) box_->lend(dst, words.number, at, bytes.size(), next_++, std::move(lent));
+    box_->post(dst, reinterpret_cast<const byte*>(&words), sizeof words, UINT64_MAX, false, &lent);
   }
 
   void on_message(const MailboxMessage& message) {
@@ -139,9 +146,13 @@ class MailboxHarness {
       const std::lock_guard guard(mutex_);
       expected_[number] = then;
     }
-    const Hold held = engine_.hold();
-    byte* at = place->data();
-    box_->expect(from, words.number, at, words.nbytes, number, std::move(place));
+    std::optional<MailboxMessage> ended;
+    {
+      const Hold held = engine_.hold();
+      byte* at = place->data();
+      ended = box_->expect(from, words.number, at, words.nbytes, number, std::move(place));
+    }
+    if (ended.has_value()) on_expected(*ended);
   }
 
   void on_expected(const MailboxMessage& message) {

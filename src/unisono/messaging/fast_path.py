@@ -6,6 +6,7 @@ engine's calls have (native/python/call.hpp).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import CodeType
 from typing import Any, Protocol
 
@@ -22,8 +23,18 @@ class Mailbox(Protocol):
     readers serve in the background, one at a time, and yield to any thread that waits for an operation.
     """
 
-    def post(self, dst: int, data: bytes, unsent_bytes_max: int, is_more: bool = False) -> bool:
+    def post(
+        self,
+        dst: int,
+        data: bytes,
+        unsent_bytes_max: int,
+        is_more: bool = False,
+        lent: Sequence[tuple[int, Any, int]] = (),
+    ) -> bool:
         """Send in the control lane, in order. A message to a rank that is gone is dropped; see Backend.watch.
+
+        `lent` are long payloads that travel beside the message: for each a tag, a buffer and a number. They
+        are not copied, and must stay unchanged while `is_lent(number)`.
 
         Returns False, and sends nothing, if more than `unsent_bytes_max` bytes wait for a peer that does not
         receive them. With `is_more` a socket may keep the message for up to a millisecond, because others
@@ -33,7 +44,7 @@ class Mailbox(Protocol):
     def take(self, timeout: float, is_front: bool) -> list[tuple[int, Any]]:
         """Wait for messages and take them, with their sources; empty after `interrupt_wait` or the timeout.
 
-        A message is bytes; the end of an expected one is (its number, its outcome, the bytes received). A
+        A message is bytes; the end of an expected one is (its number, its outcome, its length). A
         background reader also returns empty when it takes over from a leader that has been busy for more than
         1 ms.
         """
@@ -44,14 +55,14 @@ class Mailbox(Protocol):
     def batches(self) -> int:
         """How often `take` has returned messages: a change shows that a thread is handling some."""
 
-    def lend(self, dst: int, tag: int, data: Any, number: int) -> bool:
-        """Send a long message without copying it: `data` must stay unchanged while `is_lent(number)`."""
-
     def is_lent(self, number: int) -> bool:
         """Whether the receiver may still read the data."""
 
-    def expect(self, src: int, tag: int, into: Any, number: int) -> None:
-        """Receive a long message straight into a buffer; `take` reports its end and its outcome."""
+    def expect(self, src: int, tag: int, into: Any, number: int) -> tuple[int, int] | None:
+        """Receive a long message straight into a buffer.
+
+        Returns its outcome and length if it is here already; else `take` reports its end.
+        """
 
     def withdraw(self, number: int) -> None:
         """Withdraw a message that was lent or expected, unless its transfer has begun."""

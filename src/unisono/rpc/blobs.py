@@ -41,17 +41,20 @@ class OutboundBlobs:
     It exists before its frame is sent, so that whatever the receiver says to that finds it.
     """
 
-    def __init__(self) -> None:
-        self._lent: list[LentBuffer] | None = None
+    def __init__(self, number: int, blobs: Sequence[memoryview]) -> None:
+        self.parts: Sequence[tuple[int, memoryview]] = [
+            (_tag(number, index), blob) for index, blob in enumerate(blobs)
+        ]
+        self._lent: Sequence[LentBuffer] | None = None
         self._uncertain: Sequence[LentBuffer] = ()  # those that can be withdrawn
         self._is_cancelled = False
 
-    def lend(self, transport: RpcTransport, dst: int, number: int, blobs: Sequence[memoryview]) -> None:
-        """Send them; the frame was sent before."""
-        lent = [transport.lend(dst, _tag(number, index), blob) for index, blob in enumerate(blobs)]
+    def on_lent(self, lent: Sequence[LentBuffer]) -> None:
+        """They are sent, with their frame."""
         self._uncertain = [
-            one for one, blob in zip(lent, blobs, strict=True) if blob.nbytes > CERTAIN_BLOB_BYTES
+            one for one, (_, blob) in zip(lent, self.parts, strict=True) if blob.nbytes > CERTAIN_BLOB_BYTES
         ]
+        self.parts = ()
         self._lent = lent
         if self._is_cancelled:
             self.cancel()
@@ -169,14 +172,14 @@ class UnreadBlobs:
         ]
         self._by_call: list[dict[int, set[int]]] = [{} for _ in range(size)]
 
-    def add(self, rank: int, call: int, number: int) -> OutboundBlobs:
-        """Make blobs, and keep them until they are read."""
-        blobs = OutboundBlobs()
+    def add(self, rank: int, call: int, number: int, blobs: Sequence[memoryview]) -> OutboundBlobs:
+        """Keep the blobs of a frame until they are read."""
+        outbound = OutboundBlobs(number, blobs)
         with self._lock:
             self._drop_some(rank)
-            self._by_rank[rank][number] = (call, blobs)
+            self._by_rank[rank][number] = (call, outbound)
             self._by_call[rank].setdefault(call, set()).add(number)
-        return blobs
+        return outbound
 
     def has_more_than(self, rank: int, limit: int) -> bool:
         """Whether a receiver leaves more of them unread than allowed."""

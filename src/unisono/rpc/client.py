@@ -202,21 +202,21 @@ class CallStarter:
         outbound: OutboundBlobs | None = None
         if blobs:
             outbound = (
-                OutboundBlobs() if pending is not None else self._notified.add(peer.rank, number, number)
+                OutboundBlobs(number, blobs)
+                if pending is not None
+                else self._notified.add(peer.rank, number, number, blobs)
             )
         # With more than _PIPELINED_MIN calls in flight, another call or a wait follows soon, and either
         # flushes corked frames.
         is_more = len(peer.calls) > _PIPELINED_MIN
-        if not self.transport.send(peer.rank, frame, UNSENT_ASKS_MAX, is_more):
+        if not self.transport.send(peer.rank, frame, UNSENT_ASKS_MAX, is_more, outbound):
             self._notified.cancel(peer.rank, number)
             self._on_unsent(peer, pending)
             return False
-        if outbound is not None:
-            outbound.lend(self.transport, peer.rank, number, blobs)
-            if pending is not None:
-                pending.outbound = outbound
-                if pending.is_done:
-                    outbound.cancel()
+        if outbound is not None and pending is not None:
+            pending.outbound = outbound
+            if pending.is_done:
+                outbound.cancel()
         return True
 
     def _on_unsent(self, peer: Peer, pending: PendingCall | None) -> None:

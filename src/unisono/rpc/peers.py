@@ -27,7 +27,14 @@ from unisono.errors import (
 )
 from unisono.messaging.peer_down import PeerDown
 from unisono.rpc.frame import GOODBYE, short
-from unisono.rpc.transport import UNBOUNDED, UNSENT_ASKS_MAX, UNSENT_BYTES_MAX, RpcTransport, Waitable
+from unisono.rpc.transport import (
+    UNBOUNDED,
+    UNSENT_ASKS_MAX,
+    UNSENT_BYTES_MAX,
+    Outbound,
+    RpcTransport,
+    Waitable,
+)
 
 if TYPE_CHECKING:
     from unisono.rpc.client import PendingCall
@@ -131,9 +138,11 @@ class Peers:
             return self._all[int(dst)]
         raise UsageError(f"dst={dst!r}; allowed: ranks 0 to {len(self._all) - 1}, or an agent's name")
 
-    def send(self, rank: int, frame: bytes, *, is_more: bool = False) -> None:
+    def send(
+        self, rank: int, frame: bytes, *, is_more: bool = False, outbound: Outbound | None = None
+    ) -> None:
         """Send a frame that is not a call; a rank that leaves too many of them unread is given up."""
-        if not self._transport.send(rank, frame, UNSENT_BYTES_MAX, is_more):
+        if not self._transport.send(rank, frame, UNSENT_BYTES_MAX, is_more, outbound):
             self._give_up(self._all[rank])
 
     def hold(self, peer: Peer, send: Callable[[], object]) -> None:

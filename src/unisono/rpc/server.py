@@ -457,13 +457,11 @@ class Server:
     def _send_item(self, incoming: Incoming, index: int, value: Any) -> None:
         source, number = incoming.source, self._transport.next_number()
         frame, _, blobs = pack(ITEM, incoming.call, number, value, None, count=index)
-        outbound = self._unread.add(source, incoming.call, number) if blobs else None
+        outbound = self._unread.add(source, incoming.call, number, blobs) if blobs else None
         if incoming.is_cancelled:  # by now: the cancellation may not have found these blobs
             self._unread.cancel(source, incoming.call)
             return
-        self._peers.send(source, frame)
-        if outbound is not None:
-            outbound.lend(self._transport, source, number, blobs)
+        self._peers.send(source, frame, outbound=outbound)
 
     def _answer(self, incoming: Incoming, value: Any) -> None:
         call, source = incoming.call, incoming.source
@@ -475,13 +473,11 @@ class Server:
         except UsageError as error:
             self._fail(incoming, "raised", f"its result cannot travel: {error}", "UsageError")
             return
-        outbound = self._unread.add(source, call, number) if blobs else None
+        outbound = self._unread.add(source, call, number, blobs) if blobs else None
         if self._tables[source].pop(call, None) is None:  # cancelled: these blobs were not found then
             self._unread.cancel(source, call)
             return
-        self._peers.send(source, frame, is_more=self.pool.has_jobs)
-        if outbound is not None:
-            outbound.lend(self._transport, source, number, blobs)
+        self._peers.send(source, frame, is_more=self.pool.has_jobs, outbound=outbound)
 
     def _raised(self, incoming: Incoming, error: BaseException) -> None:
         kind = type(error)

@@ -14,7 +14,7 @@ import itertools
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -35,6 +35,7 @@ __all__ = [
     "CallbackTransport",
     "LentBuffer",
     "MailboxTransport",
+    "Outbound",
     "RpcTransport",
     "Waitable",
 ]
@@ -78,6 +79,16 @@ class Waitable:
         self.waiter: Any = None
 
 
+class Outbound(Protocol):
+    """The blobs that travel beside a frame."""
+
+    parts: Sequence[tuple[int, memoryview]]
+    """The tag and the memory of each."""
+
+    def on_lent(self, lent: Sequence[LentBuffer]) -> None:
+        """They are sent, with their frame."""
+
+
 class LentBuffer(Protocol):
     """Memory that is being sent. It must not change until `done`."""
 
@@ -102,8 +113,18 @@ class RpcTransport(ABC):
         """Call `deliver` with every frame that arrives from now on."""
 
     @abstractmethod
-    def send(self, dst: int, frame: bytes, unsent_bytes_max: int, is_more: bool = False) -> bool:
-        """Send a frame; with `is_more` others follow, and it may wait a moment for them.
+    def send(
+        self,
+        dst: int,
+        frame: bytes,
+        unsent_bytes_max: int,
+        is_more: bool = False,
+        outbound: Outbound | None = None,
+    ) -> bool:
+        """Send a frame and its blobs; with `is_more` others follow, and it may wait a moment for them.
+
+        Blobs are not copied. One that its receiver receives in any case is sent before the frame, so that it
+        is usually there when the frame is read; a longer one after it.
 
         That it arrived shows only in an answer, and that it did not in the loss of the rank.
 
@@ -112,14 +133,11 @@ class RpcTransport(ABC):
         """
 
     @abstractmethod
-    def lend(self, dst: int, number: int, part: memoryview) -> LentBuffer:
-        """Send a blob without copying it."""
-
-    @abstractmethod
     def receive(self, src: int, number: int, memory: Any, on_done: OnDone) -> Callable[[], object]:
         """Receive a blob into memory, then call `on_done`; returns a function that cancels it.
 
-        The error is a PeerLost, ClosedError, or a ProtocolError if the blob has another length.
+        `on_done` is called before this returns if the blob is here already. The error is a PeerLost,
+        ClosedError, or a ProtocolError if the blob has another length.
         """
 
     @abstractmethod
@@ -178,23 +196,40 @@ class CallbackTransport(RpcTransport):
         self._deliver = deliver
         self._post_receive()
 
-    def send(self, dst: int, frame: bytes, unsent_bytes_max: int, is_more: bool = False) -> bool:
-        """Send a frame in the control lane."""
+    def send(
+        self,
+        dst: int,
+        frame: bytes,
+        unsent_bytes_max: int,
+        is_more: bool = False,
+        outbound: Outbound | None = None,
+    ) -> bool:
+        """Send a frame in the control lane, and its blobs in the data lane."""
         if self._unsent[dst] > unsent_bytes_max:
             return False
+        parts = () if outbound is None else outbound.parts
+        lent = {
+            number: self._lend(dst, number, part)
+            for number, part in parts
+            if part.nbytes <= CERTAIN_BLOB_BYTES
+        }
         request = self._backend.start_send(dst, self._context, Tags.RPC, memoryview(frame), lane=Lane.CONTROL)
         if not request.done:
             with self._lock:
                 self._unsent[dst] += len(frame) + ENVELOPE_BYTES
             request.notify(partial(self._on_sent, dst, len(frame) + ENVELOPE_BYTES))
+        if outbound is not None:
+            outbound.on_lent(
+                [lent[number] if number in lent else self._lend(dst, number, part) for number, part in parts]
+            )
         return True
 
     def _on_sent(self, dst: int, cost: int) -> None:
         with self._lock:
             self._unsent[dst] -= cost
 
-    def lend(self, dst: int, number: int, part: memoryview) -> LentBuffer:
-        """Send a blob in the data lane; as the mailbox does, a long one only when the receiver takes it."""
+    def _lend(self, dst: int, number: int, part: memoryview) -> LentBuffer:
+        """Send a blob; as the mailbox does, a long one only when the receiver takes it."""
         is_long = part.nbytes > CERTAIN_BLOB_BYTES
         return self._backend.start_send(dst, self._context, Tags.RPC | number, part, sync=is_long)
 
@@ -296,21 +331,30 @@ class MailboxTransport(RpcTransport):
         """Frames arrive on the threads that call `read` and `wait`."""
         self._deliver = deliver
 
-    def send(self, dst: int, frame: bytes, unsent_bytes_max: int, is_more: bool = False) -> bool:
-        """Send a frame."""
-        return self._mailbox.post(dst, frame, unsent_bytes_max, is_more)
-
-    def lend(self, dst: int, number: int, part: memoryview) -> LentBuffer:
-        """Lend a blob to the mailbox."""
-        lent = _MailboxLent(self._mailbox, next(self._handles))
-        self._mailbox.lend(dst, Tags.RPC | number, part, lent.handle)
-        return lent
+    def send(
+        self,
+        dst: int,
+        frame: bytes,
+        unsent_bytes_max: int,
+        is_more: bool = False,
+        outbound: Outbound | None = None,
+    ) -> bool:
+        """Post a frame, and lend its blobs to the mailbox."""
+        if outbound is None:
+            return self._mailbox.post(dst, frame, unsent_bytes_max, is_more)
+        parts = [(Tags.RPC | number, part, next(self._handles)) for number, part in outbound.parts]
+        if not self._mailbox.post(dst, frame, unsent_bytes_max, is_more, parts):
+            return False
+        outbound.on_lent([_MailboxLent(self._mailbox, handle) for _, _, handle in parts])
+        return True
 
     def receive(self, src: int, number: int, memory: Any, on_done: OnDone) -> Callable[[], object]:
-        """Expect a blob in the mailbox: a thread that reads learns of its end."""
+        """Expect a blob in the mailbox: unless it is here, a thread that reads learns of its end."""
         handle = next(self._handles)
         self._expected[handle] = (memoryview(memory).nbytes, on_done)
-        self._mailbox.expect(src, Tags.RPC | number, memory, handle)
+        ended = self._mailbox.expect(src, Tags.RPC | number, memory, handle)
+        if ended is not None:
+            self._on_blob(src, handle, *ended)
         return partial(self._mailbox.withdraw, handle)
 
     def when_delivered(self, call: Callable[[], None]) -> None:

@@ -265,9 +265,6 @@ class _Slow:
     def __init__(self) -> None:
         self.done, self.checks, self.is_cancelled = False, 0, False
 
-    def lend(self, dst: int, number: int, part: memoryview) -> Any:
-        return _Lent(self)
-
 
 class _Lent:
     def __init__(self, slow: _Slow) -> None:
@@ -288,7 +285,7 @@ def test_unread_answers_are_counted_for_each_caller() -> None:
     unread, limit = UnreadBlobs(2), 2048
     kept = [_Slow() for _ in range(3000)]
     for call, slow in enumerate(kept, 1):
-        unread.add(0, call, 10 * call).lend(slow, 0, 10 * call, [LONG])  # type: ignore[arg-type]
+        unread.add(0, call, 10 * call, [LONG]).on_lent([_Lent(slow)])
     before = sum(slow.checks for slow in kept)
     for _ in range(1000):
         assert unread.has_more_than(0, limit)
@@ -302,11 +299,11 @@ def test_unread_answers_are_counted_for_each_caller() -> None:
 
 def test_a_call_that_is_cancelled_withdraws_all_its_blobs_whenever_they_are_lent() -> None:
     unread, kept = UnreadBlobs(1), [_Slow() for _ in range(6)]
-    made = [unread.add(0, number // 3, number) for number in range(6)]
+    made = [unread.add(0, number // 3, number, [LONG]) for number in range(6)]
     for number in range(5):
-        made[number].lend(kept[number], 0, number, [LONG])  # type: ignore[arg-type]
+        made[number].on_lent([_Lent(kept[number])])
     unread.cancel(0, 1)
-    made[5].lend(kept[5], 0, 5, [LONG])  # type: ignore[arg-type]
+    made[5].on_lent([_Lent(kept[5])])
     assert [slow.is_cancelled for slow in kept] == [False] * 3 + [True] * 3
     for slow in kept:
         slow.done = True
