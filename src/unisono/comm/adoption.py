@@ -361,9 +361,9 @@ class Adoption:
         """See Group.check_introduction."""
         self._group.check_introduction(header, source)
 
-    def located(self, operation: str, error: BaseException) -> BaseException:
-        """The error of a message that was received, with the call that received it."""
-        here = Location(operation, self._group.name, self._group.epoch)
+    def located(self, operation: str, error: BaseException, sequence: int | None = None) -> BaseException:
+        """The error of something that was received, with the call that received it."""
+        here = Location(operation, self._group.name, self._group.epoch, sequence)
         return error.located(here) if isinstance(error, UnisonoError) else error
 
     @staticmethod
