@@ -5,10 +5,12 @@
 
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "engine/engine.hpp"
@@ -39,6 +41,16 @@ bool is_alike(const Argument& a, const Argument& b) {
 
 bool overlap(const Argument& a, const Argument& b) {
   return a.count != 0 && b.count != 0 && a.data < b.data + b.nbytes() && b.data < a.data + a.nbytes();
+}
+
+// Whether any two of them share memory.
+bool overlap(const Argument* arrays, size_t count) {
+  std::vector<std::pair<const byte*, const byte*>> spans;
+  for (size_t i = 0; i < count; ++i)
+    if (arrays[i].count != 0) spans.emplace_back(arrays[i].data, arrays[i].data + arrays[i].nbytes());
+  if (!std::is_sorted(spans.begin(), spans.end())) std::sort(spans.begin(), spans.end());
+  const auto shares = [](const auto& one, const auto& next) { return one.second > next.first; };
+  return std::adjacent_find(spans.begin(), spans.end(), shares) != spans.end();
 }
 
 // Copy with the GIL released, if that is worth it.
@@ -210,6 +222,7 @@ void Call::see_outs(PyObject* list) {
     for (size_t part = 0; part < mine.part_count; ++part)
       if (overlap(out, mine.parts[part])) throw LeftToReference();
   }
+  if (overlap(mine.outs.get(), mine.rows)) throw LeftToReference();
 }
 
 void Call::announce_objects(PyObject* x) {

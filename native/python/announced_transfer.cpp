@@ -241,16 +241,16 @@ bool Call::take_memory_by_part() {
   return true;
 }
 
-// The object in a received part.
-PyObject* Call::object_in(const Announcement& row, const nb::object& memory) const {
+// The object in a received part. If it cannot be made, this rank alone is concerned: all have what they need.
+nb::object Call::object_in(const Announcement& row, const nb::object& memory) const {
   const auto nbytes = static_cast<size_t>(row.length(own_part()));
   byte* const data = nbytes != 0 ? data_of_blob(memory.ptr()) : nullptr;
-  if (!row.has_heads()) return codec::unpack(data, nbytes, memory.ptr());
+  if (!row.has_heads()) return unpacked(codec::unpack(data, nbytes, memory.ptr()));
   const ObjectHead head = *head_of(row, own_part());
   if (head.kind == BlobKind::detached)
-    return codec::unpack_beside(head.bytes.data(), head.bytes.size(), data, nbytes, memory.ptr());
+    return unpacked(codec::unpack_beside(head.bytes.data(), head.bytes.size(), data, nbytes, memory.ptr()));
   PyObject* const only = memory.ptr();
-  return codec::unpack_parts(head.bytes.data(), head.bytes.size(), &only, nbytes != 0 ? 1 : 0);
+  return unpacked(codec::unpack_parts(head.bytes.data(), head.bytes.size(), &only, nbytes != 0 ? 1 : 0));
 }
 
 void Call::find_second_decision(uint8_t dtype) {
@@ -296,7 +296,7 @@ PyObject* Call::finish_second_stage() {
   if (!has_result()) Py_RETURN_NONE;
   if (is_broadcast_here()) return Py_NewRef(mine.value.ptr());
   if (!mine.all_announce) {
-    if (spec_.has(Fact::objects)) return object_in(row_of(0), mine.received_in[0]);
+    if (spec_.has(Fact::objects)) return object_in(row_of(0), mine.received_in[0]).release().ptr();
     if (out_.is_given()) return Py_NewRef(out_.given);
     return group_.arguments.give(mine.part_count == 0 ? mine.plain : mine.parts[0], mine.received, false);
   }
@@ -332,17 +332,18 @@ nb::object Call::received_list() {
     for (size_t d = 0; d < first.dims(); ++d) nbytes *= static_cast<uint64_t>(first.dim(d));
     const auto row = static_cast<size_t>(rank);
     const bool is_here = mine.is_gathered && mine.counts[row] == 0;
-    PyObject* part;
+    nb::object part;
     if (like != nullptr)
-      part = is_here ? part_of(row_of(row), 0).release().ptr()
-                     : group_.arguments.part(*like, mine.received, offset, shape, static_cast<int>(first.dims()) + 1);
+      part = is_here ? part_of(row_of(row), 0)
+                     : nb::steal(group_.arguments.part(*like, mine.received, offset, shape,
+                                                       static_cast<int>(first.dims()) + 1));
     else if (is_here)
-      part = codec::unpack(row_of(row).part(0, 1).data(), nbytes);
+      part = unpacked(codec::unpack(row_of(row).part(0, 1).data(), nbytes));
     else
       part = object_in(row_of(row), mine.received_in.empty() ? part_of_memory(mine.received, offset, nbytes)
                                                              : mine.received_in[row]);
-    if (part == nullptr) throw nb::python_error();
-    PyList_SET_ITEM(all.ptr(), rank, part);
+    if (!part.is_valid()) throw nb::python_error();
+    PyList_SET_ITEM(all.ptr(), rank, part.release().ptr());
     if (!is_here) offset += nbytes;
   }
   return all;

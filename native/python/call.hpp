@@ -124,7 +124,7 @@ class Call : public ParsedCall {
   void join(std::span<const std::span<const engine::byte>> pieces);
   nb::object memory_of_part(const Announcement& row, size_t source);
   bool take_memory_by_part();
-  PyObject* object_in(const Announcement& row, const nb::object& memory) const;
+  nb::object object_in(const Announcement& row, const nb::object& memory) const;
   PyObject* finish_second_stage();
   nb::object received_list();
   void join_gathered();
@@ -159,6 +159,7 @@ class Call : public ParsedCall {
   nb::object message_of(unsigned index) const;
   nb::object received();
   nb::object received_object();
+  nb::object unpacked(PyObject* made) const;
   nb::object status() const;
   nb::object make_group();
   uint64_t poll_bytes() const;

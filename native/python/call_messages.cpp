@@ -196,9 +196,18 @@ nb::object Call::received_object() {
   try {
     return unpack_object(std::move(received_), matched_bytes_);
   } catch (nb::python_error& error) {
-    const nb::object raised = adoption_.attr("located")(nb::handle(spec_.word), nb::borrow(error.value()));
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
+    error.restore();
   }
+  return unpacked(nullptr);
+}
+
+// The object that was made of what came; if none could be made, the error names the call that received it.
+nb::object Call::unpacked(PyObject* made) const {
+  if (made != nullptr) return nb::steal(made);
+  const nb::python_error error;
+  const nb::object number = is_collective() ? nb::object(nb::int_(sequence_)) : nb::none();
+  const nb::object raised = adoption_.attr("located")(nb::handle(spec_.word), nb::borrow(error.value()), number);
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
   throw nb::python_error();
 }
 

@@ -264,13 +264,16 @@ def test_memory_of_wrong_lengths_is_refused_and_other_ranks_are_not_delayed(
 @every_kind
 def test_memory_that_cannot_be_filled_is_refused_before_anything_is_sent(world: MakeWorld, kind: str) -> None:
     comms = world(2, kind)
-    whole = np.zeros(10)
+    whole, other = np.zeros(10), np.zeros(10)
     refused: list[tuple[Any, str]] = [
         ([np.zeros(5)], "list of length 2"),
         ([np.zeros(5), np.zeros(5, np.float32)], r"out\[1\] is float32"),
         ([np.zeros((5, 1)), np.zeros(5)], r"out\[0\] is float64 of shape \(5, 1\)"),
         ([np.zeros(5), 3.0], r"out\[1\]"),
-        ([whole[:5], whole[3:8]], r"out\[1\] overlaps"),
+        ([np.zeros(5), whole[3:8]], r"out\[1\] overlaps what is sent"),
+        ([other[:5], other[4:9]], r"out\[1\] overlaps out\[0\]"),
+        ([other[4:9], other[:5]], r"out\[1\] overlaps out\[0\]"),
+        ([other, other], r"out\[1\] overlaps out\[0\]"),
     ]
 
     def program(comm: Communicator) -> None:

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from tests.support.engines import NO_STALL, MakeWorld, found, outcome, world
@@ -308,6 +309,57 @@ def test_a_deadline_in_the_midst_of_long_objects_ends_the_call(world: MakeWorld)
             return notes
         error = outcome(lambda: comm.all_gather_object(ramp(5 * LONG, comm.rank), timeout=0.2))
         notes.expect(isinstance(error, Exception), True, "ends")
+        return notes
+
+    assert found(comms, program) == []
+
+
+@codec.register
+class Refusing(msgspec.Struct):
+    """A class that refuses what came."""
+
+    data: bytes
+
+    def __post_init__(self) -> None:
+        if self.data:
+            raise ValueError("not these")
+
+
+@pytest.mark.parametrize("in_python", [False, True])
+@pytest.mark.parametrize("nbytes", [10, 5_000, LONG])
+def test_an_object_that_cannot_be_made_concerns_its_receivers_alone(
+    world: MakeWorld, nbytes: int, in_python: bool
+) -> None:
+    """All objects have arrived by then: the communicator can be used further, on every rank."""
+    comms = world(3)
+
+    def program(comm: Communicator) -> Notes:
+        notes, bad = Notes(), Refusing(b"")
+        msgspec.structs.force_setattr(bad, "data", ramp(nbytes, comm.rank))
+        good = ramp(nbytes, comm.rank)
+        mine, row = bad if comm.rank == 0 else good, [good, bad, good]
+        root, is_root = 0, comm.rank == 0
+        calls: dict[str, tuple[Callable[[Any], Any], set[int]]] = {
+            "all_gather_object": (lambda verbs: verbs.all_gather_object(mine), {0, 1, 2}),
+            "all_reduce_object": (lambda verbs: verbs.all_reduce_object(mine, max), {0, 1, 2}),
+            "gather_object": (lambda verbs: verbs.gather_object(mine, 1), {1}),
+            "broadcast_object": (
+                lambda verbs: verbs.broadcast_object(bad if is_root else None, root),
+                {1, 2},
+            ),
+            "scatter_object": (lambda verbs: verbs.scatter_object(row if is_root else None, root), {1}),
+            "all_to_all_object": (lambda verbs: verbs.all_to_all_object(row), {1}),
+        }
+        for name, (call, concerned) in calls.items():
+            for verbs in (comm, Started(comm)):
+                comm._group.call_log.fast_path_open = not in_python
+                got = outcome(lambda call=call, verbs=verbs: call(verbs))
+                if comm.rank in concerned:
+                    notes.expect(type(got), ProtocolError, name)
+                    notes.expect(f"during {name} #" in str(got) and "not these" in str(got), True, str(got))
+                else:
+                    notes.expect(isinstance(got, Exception), False, f"{name}: {got}"[:200])
+        comm.barrier()
         return notes
 
     assert found(comms, program) == []

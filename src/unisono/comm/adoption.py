@@ -362,11 +362,11 @@ class Adoption:
         """See Group.check_introduction."""
         self._group.check_introduction(header, source)
 
-    def located(self, operation: str, error: BaseException) -> BaseException:
-        """The error of a message that was received, with the call that received it."""
-        if isinstance(error, ProtocolError):
+    def located(self, operation: str, error: BaseException, sequence: int | None = None) -> BaseException:
+        """The error of something that was received, with the call that received it."""
+        if sequence is None and isinstance(error, ProtocolError):  # a message
             error = as_no_object(error)
-        here = Location(operation, self._group.name, self._group.epoch)
+        here = Location(operation, self._group.name, self._group.epoch, sequence)
         return error.located(here) if isinstance(error, UnisonoError) else error
 
     @staticmethod

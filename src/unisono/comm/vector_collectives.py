@@ -27,7 +27,7 @@ from unisono.core.call import LocalError, Steps
 from unisono.core.dtypes import DTYPES, DType
 from unisono.core.kernels import divide, narrow, widen
 from unisono.core.ops import ReduceOp
-from unisono.errors import CollectiveMismatch, UsageError
+from unisono.errors import CollectiveMismatch, Location, UnisonoError, UsageError
 from unisono.plans.steps import Buf
 
 __all__ = [
@@ -69,12 +69,18 @@ class Outs(NamedTuple):
         """Those of a list.
 
         Raises:
-            UsageError: one of them cannot be written to.
+            UsageError: one of them cannot be written to, or shares memory with another.
         """
         arrays = [buffers.view(each, f"out[{i}]", writable=True) for i, each in enumerate(given)]
         for i, array in enumerate(arrays):
             if array.is_value or not array.shape:
                 raise UsageError(f"out[{i}] is no array with an axis 0; allowed: writable arrays")
+        starts = [array.flat.__array_interface__["data"][0] for array in arrays]
+        filled = sorted((i for i in range(len(arrays)) if arrays[i].count), key=starts.__getitem__)
+        for one, next_one in itertools.pairwise(filled):
+            if starts[one] + arrays[one].flat.nbytes > starts[next_one]:
+                first, second = sorted((one, next_one))
+                raise UsageError(f"out[{second}] overlaps out[{first}]; allowed: separate memory")
         return cls(given, arrays)
 
     def filled(self, flat: Flat, lengths: list[int]) -> list[Any]:
@@ -185,38 +191,46 @@ def finish(
         assert parts is not None, "every rank announces"
         _check_alike(group, said)
     outs, out = (out, None) if isinstance(out, Outs) else (None, out)
+
+    def made(data: Any, announced: Announcement, number: int) -> Any:
+        """The object that came: part `number` of what a rank announced."""
+        try:
+            return unpacked(data, announced.head_of(number))
+        except Exception as error:  # all ranks have what they need: this one alone is concerned
+            here = Location(verb, group.name, group.epoch, one.sequence)
+            raise LocalError from error.located(here) if isinstance(error, UnisonoError) else error
+
     match verb:
         case "all_gather_v":
             assert parts is not None
             return (yield from _all_gather(one, said, parts[0], outs))
         case "all_gather_object" | "all_reduce_object":  # of the second, every rank folds what it gets
             assert parts is not None
-            return _objects((yield from _all_gather(one, said, parts[0])), said)
+            came = yield from _all_gather(one, said, parts[0])
+            return [made(data, each, 0) for data, each in zip(came, said, strict=True)]
         case "gather_v" | "gather_object":
             assert parts is not None
             gathered = yield from _gather(one, group, said, parts[0], root, outs)
-            return gathered if gathered is None or verb == "gather_v" else _objects(gathered, said)
+            if gathered is None or verb == "gather_v":
+                return gathered
+            return [made(data, each, 0) for data, each in zip(gathered, said, strict=True)]
         case "all_to_all_v":
             assert parts is not None
             return (yield from _all_to_all(one, group, said, parts, outs))
         case "all_to_all_object":
             assert parts is not None
-            return _objects((yield from _all_to_all(one, group, said, parts)), said, group.backend.rank)
+            came = yield from _all_to_all(one, group, said, parts)
+            return [made(data, each, group.backend.rank) for data, each in zip(came, said, strict=True)]
         case "scatter":
             return (yield from _scatter(one, group, said[0], parts, out, root))
         case "scatter_v":
             return (yield from _scatter_parts(one, group, said[0], parts, out, root))
         case "scatter_object":
             part = yield from _scatter_parts(one, group, said[0], parts, None, root)
-            return unpacked(part, said[0].head_of(group.backend.rank))
+            return made(part, said[0], group.backend.rank)
         case _:
             data = yield from _broadcast(one, said[0], parts, root)
-            return None if parts is not None else unpacked(data, said[0].head_of(0))
-
-
-def _objects(came: list[Any], said: list[Announcement], number: int = 0) -> list[Any]:
-    """The objects that came, one from each rank: part `number` of what it announced."""
-    return [unpacked(data, each.head_of(number)) for data, each in zip(came, said, strict=True)]
+            return None if parts is not None else made(data, said[0], 0)
 
 
 def _all_gather(

@@ -18,9 +18,12 @@ _PARAMETERS: Final = {
     "data": "an array, or a number.",
     "obj": "None, numbers, text, bytes, containers, arrays and instances of classes given to `uni.register`, "
     "in any nesting; no pickle.",
-    "value": "an object as `send_object` takes it.",
-    "values": "on root one object for each rank; elsewhere None.",
-    "objects": "an object for each rank, as `send_object` takes it.",
+    "value": "an object as `send_object` takes it; of a started call, it must not change before the work has "
+    "ended.",
+    "values": "on root one object for each rank, which must not change before a started call has ended; "
+    "elsewhere None.",
+    "objects": "an object for each rank, as `send_object` takes it; of a started call, they must not change "
+    "before the work has ended.",
     "fn": "a function of two objects; the same on all ranks.",
     "parts": "an array for each rank, of one type; axis 0 may differ and be 0.",
     "buf": "writable contiguous memory of the sender's element type; bytes match any type.",
@@ -54,18 +57,20 @@ _OWN: Final = {
     (
         "all_gather_v",
         "out",
-    ): "a list of arrays by rank, of the lengths that come; it is returned. Arrays that follow "
-    "each other in memory are filled where they lie.",
+    ): "a list of arrays by rank, of the lengths that come, without common memory; it is returned. Arrays "
+    "that follow each other in memory are filled where they lie.",
     (
         "gather_v",
         "out",
-    ): "on root a list of arrays by rank, of the lengths that come; elsewhere it is not looked at.",
+    ): "on root a list of arrays by rank, of the lengths that come, without common memory; elsewhere it is "
+    "not looked at.",
     (
         "all_to_all_v",
         "out",
-    ): "a list of arrays by rank, of the lengths that come; it is returned. Arrays that follow "
-    "each other in memory are filled where they lie.",
-    ("all_reduce_object", "obj"): "an object as `send_object` takes it; it is left as it is.",
+    ): "a list of arrays by rank, of the lengths that come, without common memory; it is returned. Arrays "
+    "that follow each other in memory are filled where they lie.",
+    ("all_reduce_object", "obj"): "an object as `send_object` takes it, which is left as it is; of a started "
+    "call, it must not change before the work has ended.",
     ("recv", "tag"): "the tag, or ANY.",
     ("recv_bytes", "tag"): "the tag, or ANY.",
     ("recv_object", "tag"): "the tag, or ANY.",

@@ -27,6 +27,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import BuiltinMethodType
 from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
@@ -93,9 +94,14 @@ def register(cls: C) -> C:
         UsageError: it is another kind of class, or another class has the same name.
     """
     if not is_record(cls):
+        is_dataclass = isinstance(cls, type) and dataclasses.is_dataclass(cls)
+        why, change = "", "make it a dataclass"
+        if is_dataclass:
+            why = f": it inherits from {_builtin_bases(cls)[0].__name__}, whose content is in no field"
+            change = "make it a dataclass without this base"
         raise UsageError(
-            f"register takes a dataclass, a msgspec.Struct or a named tuple, not {cls!r}",
-            next_step="make it a dataclass, or send its values as plain data",
+            f"register takes a dataclass, a msgspec.Struct or a named tuple, not {cls!r}{why}",
+            next_step=f"{change}, or send its values as plain data",
         )
     name = f"{cls.__module__.removeprefix('__mp_main__').removeprefix('__main__')}.{cls.__qualname__}"
     known = _classes.get(name)
@@ -113,10 +119,15 @@ def register(cls: C) -> C:
 def is_record(cls: Any) -> bool:
     """Whether something is a class that `register` takes."""
     return isinstance(cls, type) and (
-        dataclasses.is_dataclass(cls)
+        (dataclasses.is_dataclass(cls) and not _builtin_bases(cls))
         or (issubclass(cls, msgspec.Struct) and cls is not msgspec.Struct)
         or (issubclass(cls, tuple) and hasattr(cls, "_fields"))
     )
+
+
+def _builtin_bases(cls: type) -> list[type]:
+    """Bases of a dataclass whose content is in no field, such as dict and Exception."""
+    return [base for base in cls.__mro__[:-1] if isinstance(vars(base).get("__new__"), BuiltinMethodType)]
 
 
 def is_registered(cls: type) -> bool:
@@ -224,7 +235,7 @@ def _unknown(kind: type, path: str) -> UsageError:
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     if is_record(kind):
         step = f"uni.register({kind.__name__}) on every rank"
-    elif issubclass(kind, tuple | set | frozenset | str | bytes | int | float):
+    elif issubclass(kind, tuple | set | frozenset | str | bytes | bytearray | int | float):
         plain = next(base for base in kind.__mro__ if base.__module__ == "builtins")
         step = f"send {plain.__name__}(...) of it"
     else:
@@ -256,10 +267,16 @@ def _refuse_record(record: tuple[str, tuple[str, ...], list[Any]]) -> Any:
     name, fields, _ = record
     cls = _classes.get(name)
     if cls is None:
-        raise ProtocolError(f"the class {name[:80]!r} is not registered here; give it to unisono.register")
+        raise ProtocolError(
+            f"the class {name[:80]!r} is not registered here",
+            next_step="give it to uni.register on every rank that receives it",
+        )
     declared = _fields(cls)
     if declared != fields:
-        raise ProtocolError(f"the class {name!r} has other fields here: {declared}, not {fields}")
+        raise ProtocolError(
+            f"the class {name!r} has other fields here: {declared}, not {fields}",
+            next_step="use the same definition of the class on every rank",
+        )
     raise ProtocolError("malformed object: a record of other parts")
 
 

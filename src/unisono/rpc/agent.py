@@ -20,7 +20,7 @@ from unisono.core.waits import wait_all
 from unisono.core.work import Work
 from unisono.errors import UnisonoError, UsageError
 from unisono.messaging.backend import Backend
-from unisono.rpc.client import TIMEOUT_S, CallStarter
+from unisono.rpc.client import TIMEOUT_S, CallStarter, PendingCall
 from unisono.rpc.dispatch import FrameDispatcher
 from unisono.rpc.objects import Objects, Proxy, Reference
 from unisono.rpc.peers import Peers
@@ -125,6 +125,7 @@ class Agent:
         self._server = Server(
             self._runtime, transport, peers, self._registry, group.progress, handlers, reader
         )
+        self._server.watch_cancelled(self._objects.on_cancelled)
         self._client = CallStarter(self._runtime, transport, peers, group.name, group.epoch)
         self._dispatcher = FrameDispatcher(transport, peers, self._client, self._server)
 
@@ -214,11 +215,7 @@ class Agent:
             DeadlineExceeded: there was no answer within `timeout` seconds; the call is cancelled there.
             PeerLost: the rank, or its agent, is gone.
         """
-        loop = self._server.loop
-        if loop is not None and loop.is_mine:
-            raise UsageError("call would block the event loop; allowed: await agent.start(...)")
-        refuse_blocking()
-        return self._client.begin(dst, name, args, kwargs, timeout, timers=False).wait()
+        return self._begin_blocking(dst, name, args, kwargs, timeout).wait()
 
     def start(
         self, dst: int | str, name: str, /, *args: Any, timeout: float | None = TIMEOUT_S, **kwargs: Any
@@ -311,8 +308,15 @@ class Agent:
         """
         name = cls if isinstance(cls, str) else cls.__name__
         rank = self._peers.find(dst, self._runtime.deadline(TIMEOUT_S)).rank
-        reference = Reference(rank, name, self.call(rank, name, *args, timeout=timeout, **kwargs))
-        return Proxy(self, reference, partial(self._release, reference), self._runtime.finalizer)
+        pending = self._begin_blocking(rank, name, args, kwargs, timeout)
+        try:
+            reference = Reference(rank, name, pending.wait())
+            return Proxy(self, reference, partial(self._release, reference), self._runtime.finalizer)
+        except BaseException:
+            # A call that is given up takes its instance along; if it was answered, a signal came after that.
+            if not pending.cancel() and not pending.has_failed:
+                self._release(Reference(rank, name, pending.wait()))
+            raise
 
     def proxy(self, reference: Reference) -> Proxy:
         """Call an object that another rank has made; this proxy does not keep it alive.
@@ -326,6 +330,21 @@ class Agent:
         if not isinstance(reference, Reference):
             raise UsageError(f"{reference!r} is not a reference; allowed: `proxy.reference` of any rank")
         return Proxy(self, reference)
+
+    def _begin_blocking(
+        self,
+        dst: int | str,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float | None,
+    ) -> PendingCall:
+        """Begin a call for whose answer this thread is to wait."""
+        loop = self._server.loop
+        if loop is not None and loop.is_mine:
+            raise UsageError("call would block the event loop; allowed: await agent.start(...)")
+        refuse_blocking()
+        return self._client.begin(dst, name, args, kwargs, timeout, timers=False)
 
     def _release(self, reference: Reference) -> None:
         with contextlib.suppress(UnisonoError):

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from unisono.core.codec import register
 from unisono.core.runtime import Finalizer
@@ -145,13 +145,24 @@ def _let_go(proxy: Proxy) -> None:
     """Drop the proxy, with the last reference to the caller's callback."""
 
 
+class _Instance(NamedTuple):
+    """An instance that another rank has made."""
+
+    cls: type
+    instance: Any
+    owner: int
+    call: int  # that has made it
+
+
 class Objects:
     """The instances that other ranks have made on this one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._held: dict[int, tuple[type, Any, int]] = {}  # class, instance, rank that owns it
+        self._held: dict[int, _Instance] = {}
+        # The numbers of those that a rank owns, by the call that made them.
+        self._owned: dict[int, dict[int, int]] = {}
 
     def __len__(self) -> int:
         return len(self._held)
@@ -179,39 +190,55 @@ class Objects:
     def on_lost(self, owner: int) -> None:
         """A rank is gone: release all that it owned."""
         with self._lock:
-            for number in [n for n, (_, _, whose) in self._held.items() if whose == owner]:
-                del self._held[number]
+            dropped = [self._held.pop(number) for number in self._owned.pop(owner, {}).values()]
+        del dropped  # without the lock: what an instance does when it is dropped is the user's
+
+    def on_cancelled(self, owner: int, call: int) -> None:
+        """A rank has given up a call, and will never know of the instance that the call may have made."""
+        with self._lock:
+            number = self._owned.get(owner, {}).pop(call, None)
+            dropped = None if number is None else self._held.pop(number)
+        del dropped
 
     def clear(self) -> None:
         """Release all."""
         with self._lock:
-            self._held.clear()
+            dropped, self._held = self._held, {}
+            self._owned.clear()
+        del dropped
 
     def _make(self, cls: type, *args: Any, **kwargs: Any) -> int:
         incoming = here()
         assert incoming is not None
+        owner, call = incoming.source, incoming.call
         made, number = cls(*args, **kwargs), next(self._numbers)
+        if not call:  # a notification: no rank will ever know the number
+            return number
         with self._lock:
-            if sum(whose == incoming.source for _, _, whose in self._held.values()) >= _OBJECTS_MAX:
+            owned = self._owned.setdefault(owner, {})
+            if len(owned) >= _OBJECTS_MAX:
                 raise UsageError(
-                    f"rank {incoming.source} holds {_OBJECTS_MAX} objects here already",
+                    f"rank {owner} holds {_OBJECTS_MAX} objects here already",
                     next_step="drop proxies that are no longer used",
                 )
-            self._held[number] = (cls, made, incoming.source)
+            owned[call] = number
+            self._held[number] = _Instance(cls, made, owner, call)
+        if incoming.is_cancelled:  # by now: the cancellation may not have found the instance
+            self.on_cancelled(owner, call)
         return number
 
     def _call(self, cls: type, fn: Callable[..., Any], number: int, *args: Any, **kwargs: Any) -> Any:
-        known, instance, _ = self._held.get(number, (None, None, 0))
-        if known is not cls:
+        held = self._held.get(number)
+        if held is None or held.cls is not cls:
             raise LookupError(f"there is no {cls.__name__} #{number}; it may have been released")
-        return fn(instance, *args, **kwargs)
+        return fn(held.instance, *args, **kwargs)
 
     def _release(self, cls: type, number: int) -> None:
         incoming = here()
-        with self._lock:
-            known, _, owner = self._held.get(number, (None, None, 0))
-            if known is cls and incoming is not None and incoming.source == owner:
-                del self._held[number]
+        assert incoming is not None
+        held = self._held.get(number)
+        if held is not None and held.cls is cls and held.owner == incoming.source:
+            self.on_cancelled(held.owner, held.call)
 
 
 class _MethodParameters:

@@ -129,6 +129,7 @@ class Server:
         self._tables: list[dict[int, Incoming]] = [{} for _ in peers]
         # Cancelled calls that may come later: another thread has taken them and not dispatched yet.
         self._cancelled_early: list[dict[int, None]] = [{} for _ in peers]
+        self._on_cancelled: list[Callable[[int, int], None]] = []
         self._notifications: list[int] = [0] * len(peers)
         self._notifications_done: list[int] = [0] * len(peers)
         # Calls of names that are not exposed, while they may still be.
@@ -180,6 +181,10 @@ class Server:
             else:
                 self._on_arguments(incoming, value)
 
+    def watch_cancelled(self, on_cancelled: Callable[[int, int], None]) -> None:
+        """Tell of every call, by rank and number, that its caller has given up; it may have been answered."""
+        self._on_cancelled.append(on_cancelled)
+
     def on_cancel(self, source: int, call: int) -> None:
         """A caller no longer waits."""
         # Before the table, into which `on_ask` looks first: one of the two sees the other.
@@ -193,6 +198,8 @@ class Server:
             with contextlib.suppress(KeyError, RuntimeError):
                 del early[next(iter(early))]
         self._unread.cancel(source, call)
+        for tell in self._on_cancelled:
+            tell(source, call)
 
     def on_more(self, peer: Peer, frame: Frame) -> None:
         """The reader of a stream wants more items."""

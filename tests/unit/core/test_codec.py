@@ -496,9 +496,9 @@ def test_a_record_of_other_values_or_fields_is_a_protocol_error(value):
     packed = pack(value)
     field = b"label" if isinstance(value, Slotted) else b"row_count" if isinstance(value, Grid) else b"\x01x"
     renamed = packed.replace(field, b"\x01q" if len(field) == 2 else b"q" * len(field))
-    with pytest.raises(ProtocolError, match="has other fields here"):
+    with pytest.raises(ProtocolError, match=r"has other fields here.* Next: use the same definition"):
         unpack(renamed)
-    with pytest.raises(ProtocolError, match="is not registered here"):
+    with pytest.raises(ProtocolError, match=r"is not registered here\. Next: give it to uni\.register"):
         unpack(packed.replace(b"test_codec", b"test_codeq"))
     for cut in range(9, len(packed)):
         with pytest.raises(ProtocolError):
@@ -518,6 +518,10 @@ class Unregistered:
 
 
 class Special(str):
+    pass
+
+
+class Lent(bytearray):
     pass
 
 
@@ -543,7 +547,8 @@ def _deep(levels: int, make=lambda inner: [inner]) -> object:
         (Point(1.0, Unknown()), r"^.y of the object is"),
         ({"a": {frozenset({Unknown}): 1}}, r"^\['a'\].keys\(\)\[0\] of the object is type;"),
         (Unregistered(), "Unregistered; allowed: .*named tuples given to unisono.register"),
-        (Special("x"), "Special; allowed"),
+        (Special("x"), r"Special; allowed.*send str\(...\) of it"),
+        (Lent(b"x"), r"Lent; allowed.*send bytearray\(...\) of it"),
         (lambda: 0, "function; allowed"),
         (range(3), "is range; allowed"),
         (np.array([{}], object), "^the object has dtype object; allowed"),
@@ -665,6 +670,32 @@ def test_only_dataclasses_are_registered():
     for wrong in (Unknown, 3, Point(1.0), "Point"):
         with pytest.raises(UsageError, match="register takes a dataclass"):
             register(wrong)
+
+
+@dataclasses.dataclass
+class Mapped(OrderedDict):
+    """A dataclass and a dict: of the entries of a dict, the fields know nothing."""
+
+    x: int = 1
+
+
+@dataclasses.dataclass
+class Failed(Exception):
+    code: int = 1
+
+
+@pytest.mark.parametrize(("cls", "base"), [(Mapped, "dict"), (Failed, "Exception")])
+def test_a_dataclass_that_is_a_builtin_type_too_is_refused_when_it_is_registered(cls, base):
+    with pytest.raises(UsageError, match=rf"not .*: it inherits from {base}, .*without this base"):
+        register(cls)
+
+
+def test_a_dataclass_that_is_a_dict_too_arrives_as_a_dict():
+    value = Mapped()
+    value["k"] = 2
+    assert same(unpack(pack(value)), {"k": 2})
+    with pytest.raises(UsageError, match="Failed; allowed"):
+        pack(Failed())
 
 
 def test_a_name_means_one_dataclass():

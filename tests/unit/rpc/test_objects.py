@@ -10,6 +10,7 @@ from tests.support.calls import LONG_S, Counter
 
 import unisono as uni
 from unisono.rpc import Agent
+from unisono.rpc.frame import CANCEL, short
 
 
 def with_objects(comm: uni.Communicator) -> str:
@@ -130,3 +131,68 @@ def test_a_method_that_a_proxy_could_not_call_is_refused(name: str) -> None:
             agent.expose(type("Named", (), {name: lambda self: None}))
         with pytest.raises(uni.NotExposed):
             agent.remote(0, "Named")
+
+
+class Slow:
+    """Its constructor returns when the test opens the gate."""
+
+    def __init__(self) -> None:
+        assert Gate.opened.wait(LONG_S)
+
+
+def with_makers_that_give_up(comm: uni.Communicator) -> str:
+    agent = Agent(comm)
+    agent.expose(Counter)
+    agent.expose(Slow)
+    agent.register("held", lambda: len(agent._objects))
+    agent.register("open", Gate.opened.set)
+    Gate.opened.clear()
+    comm.barrier()
+    if comm.rank == 0:
+        kept = agent.remote(1, Counter)
+        with pytest.raises(uni.DeadlineExceeded):  # while the constructor runs
+            agent.remote(1, Slow, timeout=0.05)
+        agent.call(1, "open")
+        answered = agent.start(1, "Slow")
+        answered.wait()
+        assert agent.call(1, "held") >= 2
+        agent._peers.send(1, short(CANCEL, answered.number))  # the answer was on its way
+        agent.notify(1, "Counter")
+        while agent.call(1, "held") != 1:
+            time.sleep(0.001)
+        assert kept.add(1) == 1
+    comm.barrier()
+    if comm.rank == 1:
+        agent.close()
+        assert len(agent._objects) == 0
+    comm.barrier()
+    return "ok"
+
+
+def test_an_instance_is_released_whose_maker_has_given_up(world_of):
+    assert world_of(with_makers_that_give_up, 2) == ["ok"] * 2
+
+
+def with_a_signal_after_the_answer(comm: uni.Communicator) -> str:
+    agent = Agent(comm)
+    agent.expose(Counter)
+    agent.register("held", lambda: len(agent._objects))
+    comm.barrier()
+    if comm.rank == 0:
+        with pytest.MonkeyPatch.context() as patch:
+
+            def interrupted(*_: object) -> None:
+                assert agent.call(1, "held") == 1
+                raise KeyboardInterrupt
+
+            patch.setattr("unisono.rpc.agent.Proxy", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                agent.remote(1, Counter)
+        while agent.call(1, "held"):
+            time.sleep(0.001)
+    comm.barrier()
+    return "ok"
+
+
+def test_an_instance_is_released_if_a_signal_comes_between_its_answer_and_its_proxy(world_of):
+    assert world_of(with_a_signal_after_the_answer, 2) == ["ok"] * 2
