@@ -16,8 +16,8 @@ from tests.process.test_native_threats import (
     exchange,
     make,
 )
-from tests.simulation.test_simulated_backend import LATENCY, Rank, simulated
 from tests.support.member import CONTROL, HEAD, Member
+from tests.support.simulated_ranks import LATENCY, Rank, simulated
 
 from unisono.config import Config
 from unisono.core.envelope import Lane
