@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from tests.support.engines import NO_STALL, MakeWorld, found, outcome, world
 from tests.support.oracle import Notes
-from tests.support.ranks import IS_SANITIZED, PATIENCE_S, run_each
+from tests.support.ranks import IS_SANITIZED, PATIENCE_S, run_each, wait_until
 
 import unisono as uni
 from unisono.comm.communicator import Communicator
@@ -48,13 +48,6 @@ def ended(comm: Communicator) -> int:
     native = comm._group.native
     assert native is not None
     return native.ended
-
-
-def wait_until(is_so: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        time.sleep(0.001)
 
 
 @contextlib.contextmanager

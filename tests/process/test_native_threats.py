@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from tests.support.credentials import Issuer
 from tests.support.member import BULK, CONTROL, HEAD, Member, connected, context, exactly, greet, hello
-from tests.support.ranks import IS_SANITIZED
+from tests.support.ranks import IS_SANITIZED, wait_until
 from tests.support.system import need_root
 
 from unisono.backends.native.backend import NativeBackend
@@ -109,13 +109,6 @@ def exchange_for_ever(one: NativeBackend, other: NativeBackend) -> None:
     end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
         exchange(one, other)
-
-
-def wait_until(holds: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < end, what
-        time.sleep(0.01)
 
 
 def refused(backend: NativeBackend) -> int:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
-
-from tests.support.ranks import PATIENCE_S
 
 from unisono.core.call import Call, await_requests
 from unisono.core.clock import RealRuntime
@@ -78,13 +75,6 @@ def in_thread(fn: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=fn)
     thread.start()
     return thread
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end, "the condition did not become true"
-        time.sleep(0)
 
 
 def careful(request: Request, thrown: list, cleanup: Request | None = None):

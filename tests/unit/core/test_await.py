@@ -10,8 +10,8 @@ from collections.abc import Coroutine
 
 import numpy as np
 import pytest
-from tests.support.ranks import PATIENCE_S, run_ranks
-from tests.support.stepped_works import gate, start, wait_until
+from tests.support.ranks import PATIENCE_S, run_ranks, wait_until
+from tests.support.stepped_works import gate, start
 
 import unisono as uni
 from unisono.core.clock import RealRuntime

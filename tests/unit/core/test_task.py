@@ -5,17 +5,8 @@ from __future__ import annotations
 import threading
 
 import pytest
-from tests.support.ranks import PATIENCE_S
-from tests.support.stepped_works import (
-    CountingRuntime,
-    Started,
-    careful,
-    expiring,
-    gate,
-    in_thread,
-    start,
-    wait_until,
-)
+from tests.support.ranks import PATIENCE_S, wait_until
+from tests.support.stepped_works import CountingRuntime, Started, careful, expiring, gate, in_thread, start
 
 from unisono.core.clock import RealRuntime
 from unisono.core.request import Request

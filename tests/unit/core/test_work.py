@@ -10,8 +10,8 @@ import weakref
 
 import numpy as np
 import pytest
-from tests.support.ranks import PATIENCE_S
-from tests.support.stepped_works import HookedRuntime, Started, gate, in_thread, start, wait_until
+from tests.support.ranks import PATIENCE_S, wait_until
+from tests.support.stepped_works import HookedRuntime, Started, gate, in_thread, start
 
 import unisono as uni
 from unisono.core.call import await_requests
