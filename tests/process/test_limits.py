@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from tests.process.test_native_threats import ended, memory_kib
 from tests.support.engines import MakeWorld, outcome, world
+from tests.support.native_ranks import ended, memory_kib
 from tests.support.processes import run_processes
 from tests.support.ranks import run_each, wait_until
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.process.test_rpc_load import run
+from tests.support.calls import run
 from tests.support.ranks import PATIENCE_S, wait_until
 
 import unisono as uni
