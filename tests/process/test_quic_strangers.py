@@ -79,7 +79,7 @@ def initial(rng: random.Random, destination: bytes | None = None) -> bytes:
 
 
 @pytest.mark.parametrize("is_sound", [True, False])
-def test_a_flood_of_first_datagrams_takes_bounded_memory_and_shuts_nobody_out(
+def test_a_flood_of_first_datagrams_takes_bounded_memory_and_shuts_no_rank_out(
     make: Make, is_sound: bool
 ) -> None:
     one, other = make(2, Issuer(2))

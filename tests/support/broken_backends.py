@@ -389,7 +389,7 @@ class PanicsOnWildcards(Mutant):
         return outer
 
 
-class TellsTwice(Mutant):
+class NotifiesTwice(Mutant):
     caught_by = ("watch_tells_once",)
 
     def watch(self, listener: Callable[[PeerDown], None]) -> None:
@@ -400,7 +400,7 @@ class TellsTwice(Mutant):
         super().watch(twice)
 
 
-class TellsNobody(Mutant):
+class NotifiesNobody(Mutant):
     caught_by = ("requests_to_a_closed_peer_fail", "watch_tells_once")
 
     def watch(self, listener: Callable[[PeerDown], None]) -> None:
