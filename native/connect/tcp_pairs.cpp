@@ -4,13 +4,13 @@
 
 namespace unisono::engine {
 
-class TcpPairs::Half final : public Watcher {
+class TcpPairs::HalfOpenLink final : public Watcher {
  public:
-  Half(TcpPairs& pairs, std::int32_t rank, std::unique_ptr<ByteStream> control, bool is_opener)
+  HalfOpenLink(TcpPairs& pairs, std::int32_t rank, std::unique_ptr<ByteStream> control, bool is_opener)
       : is_opener(is_opener), pairs_(pairs), rank_(rank), control_(std::move(control)) {
     watch_ = pairs_.poller_.add(control_->fd(), EPOLLRDHUP, *this);
   }
-  ~Half() override { unwatch(); }
+  ~HalfOpenLink() override { unwatch(); }
 
   std::unique_ptr<ByteStream> take() {
     unwatch();
@@ -39,27 +39,27 @@ TcpPairs::TcpPairs(ConnectionOwner& owner, Poller& poller, SocketPolicy& policy)
 
 TcpPairs::~TcpPairs() = default;
 
-void TcpPairs::forget(std::int32_t rank) { halves_.erase(rank); }
+void TcpPairs::forget(std::int32_t rank) { half_open_.erase(rank); }
 
-void TcpPairs::clear() { halves_.clear(); }
+void TcpPairs::clear() { half_open_.clear(); }
 
 Admission TcpPairs::admit(std::int32_t rank, Lane lane, Admission said) const {
   if (said == Admission::leaving) return said;
-  const auto half = halves_.find(rank);
-  if (half == halves_.end()) return lane == Lane::control || said == Admission::known ? said : Admission::unknown;
+  const auto half = half_open_.find(rank);
+  if (half == half_open_.end()) return lane == Lane::control || said == Admission::known ? said : Admission::unknown;
   if (lane == Lane::control) return Admission::known;
   return half->second->is_opener ? Admission::unknown : Admission::welcome;
 }
 
 void TcpPairs::begin(std::int32_t rank, std::unique_ptr<ByteStream> control, bool is_opener) {
-  halves_[rank] = std::make_unique<Half>(*this, rank, std::move(control), is_opener);
+  half_open_[rank] = std::make_unique<HalfOpenLink>(*this, rank, std::move(control), is_opener);
 }
 
 void TcpPairs::complete(std::int32_t rank, std::unique_ptr<ByteStream> stream, bool checksum) {
-  const auto half = halves_.find(rank);
-  if (half == halves_.end()) return;
+  const auto half = half_open_.find(rank);
+  if (half == half_open_.end()) return;
   std::unique_ptr<ByteStream> first = half->second->take();
-  halves_.erase(half);
+  half_open_.erase(half);
   Peer* peer = owner_.on_admitted(rank);
   if (peer == nullptr) return;
   auto bulk = std::make_unique<Connection>(*peer, poller_, std::move(stream), Lane::bulk, checksum, policy_);

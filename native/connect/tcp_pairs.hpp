@@ -29,12 +29,12 @@ class TcpPairs {
   void clear();
 
  private:
-  class Half;
+  class HalfOpenLink;
 
   ConnectionOwner& owner_;
   Poller& poller_;
   SocketPolicy& policy_;
-  std::unordered_map<std::int32_t, std::unique_ptr<Half>> halves_;
+  std::unordered_map<std::int32_t, std::unique_ptr<HalfOpenLink>> half_open_;
 };
 
 }  // namespace unisono::engine

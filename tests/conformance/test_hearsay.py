@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import pytest
-from tests.process.test_native_threats import (
+from tests.support.member import CONTROL, HEAD, Member
+from tests.support.native_ranks import (
     CONTEXT,
     DOWN,
     EAGER,
@@ -16,8 +17,7 @@ from tests.process.test_native_threats import (
     exchange,
     make,
 )
-from tests.simulation.test_simulated_backend import LATENCY, Rank, simulated
-from tests.support.member import CONTROL, HEAD, Member
+from tests.support.simulated_ranks import LATENCY, Rank, simulated
 
 from unisono.config import Config
 from unisono.core.envelope import Lane

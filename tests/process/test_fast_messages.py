@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 from tests.support.engines import MakeWorld, found, outcome, world
 from tests.support.metronome import stopwatch
 from tests.support.oracle import Notes
-from tests.support.ranks import run_each
+from tests.support.ranks import run_each, wait_until
 
 import unisono as uni
 from unisono.comm.communicator import Communicator
@@ -38,13 +37,6 @@ def counts_of(comm: Communicator) -> tuple[int, int]:
 
 def ramp(count: int, dtype: str, salt: int) -> np.ndarray[Any, Any]:
     return ((np.arange(count) * 7 + salt) % 251).astype(dtype)
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 # -- right results ----------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.engines import NO_STALL, MakeWorld, found, outcome, world
-from tests.support.oracle import Notes
-from tests.support.ranks import IS_SANITIZED, PATIENCE_S, run_each
+from tests.support.oracle import Notes, same
+from tests.support.ranks import IS_SANITIZED, PATIENCE_S, run_each, wait_until
 
 import unisono as uni
 from unisono.comm.communicator import Communicator
@@ -48,13 +48,6 @@ def ended(comm: Communicator) -> int:
     native = comm._group.native
     assert native is not None
     return native.ended
-
-
-def wait_until(is_so: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        time.sleep(0.001)
 
 
 @contextlib.contextmanager
@@ -92,21 +85,6 @@ def things(salt: int) -> list[Any]:
         {"a": np.arange(300_007) * 2.0 + salt, "b": np.arange(12, dtype=np.int16).reshape(3, 4)},
         Point(salt, np.arange(2000) - salt),
     ]
-
-
-def same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    match one:
-        case np.ndarray():
-            return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
-        case list() | tuple():
-            return len(one) == len(other) and all(map(same, one, other))
-        case dict():
-            return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-        case Point():
-            return same(one.x, other.x) and same(one.where, other.where)
-    return bool(one == other)
 
 
 # -- right results ----------------------------------------------------------------------------------------

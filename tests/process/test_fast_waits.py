@@ -7,14 +7,13 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.support.engines import NO_STALL, MakeWorld, found, outcome, world
 from tests.support.oracle import Notes
-from tests.support.ranks import PATIENCE_S, run_each
+from tests.support.ranks import PATIENCE_S, run_each, wait_until
 
 import unisono as uni
 from unisono.comm.communicator import Communicator
@@ -32,13 +31,6 @@ def counts(comm: Communicator) -> tuple[int, int]:
     native = comm._group.native
     assert native is not None
     return native.ended, native.adopted
-
-
-def wait_until(is_so: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        time.sleep(0.001)
 
 
 # -- messages that wait -------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def test_heartbeats_go_on_while_a_long_message_comes(kind: str) -> None:
 
 @pytest.mark.more
 @pytest.mark.parametrize("kind", ["hosts", "hosts tls", "tcp", "shm", "rings"])
-def test_a_started_receive_of_a_gibibyte_loses_nobody(kind: str) -> None:
+def test_a_started_receive_of_a_gibibyte_loses_no_rank(kind: str) -> None:
     receives_in_the_background(kind, 5 << 28, 0.8)
 
 
@@ -233,7 +233,7 @@ def test_ranks_that_never_reply_do_not_delay_connections_to_others(
 
 @pytest.mark.more
 @pytest.mark.parametrize("kind", ["tls", "quic"])
-def test_64_ranks_with_tls_on_few_cores_lose_nobody(kind: str) -> None:
+def test_64_ranks_with_tls_on_few_cores_lose_no_rank(kind: str) -> None:
     size = 64
 
     def program(comm: Communicator, pipe: Connection) -> bool:

@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from tests.process.test_native_threats import ended, memory_kib, wait_until
 from tests.support.engines import MakeWorld, outcome, world
+from tests.support.native_ranks import ended, memory_kib
 from tests.support.processes import run_processes
-from tests.support.ranks import run_each
+from tests.support.ranks import run_each, wait_until
 
 import unisono as uni
 from unisono.backends.framed import FramedBackend, FrameTransport

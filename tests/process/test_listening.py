@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.processes import forked
-from tests.support.ranks import PATIENCE_S
+from tests.support.ranks import wait_until
 
 from unisono.backends.native.backend import NativeBackend
 from unisono.core.envelope import Lane, Tags
@@ -30,13 +30,6 @@ def pair(tmp_path: Path) -> Iterator[list[NativeBackend]]:
     yield backends
     for backend in backends:
         backend.close()
-
-
-def wait_until(is_so: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        time.sleep(0.001)
 
 
 def message(k: int, nbytes: int = 9) -> memoryview:

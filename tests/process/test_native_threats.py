@@ -16,93 +16,49 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from tests.support.credentials import Issuer
-from tests.support.member import BULK, CONTROL, HEAD, Member, connected, context, exactly, greet, hello
-from tests.support.ranks import IS_SANITIZED
+from tests.support.credentials import Issuer, unfit_credentials
+from tests.support.member import BULK, CONTROL, Member, connected, context, exactly, greet, hello
+from tests.support.native_ranks import (
+    BOMBS,
+    CONTEXT,
+    CREDIT,
+    CTS,
+    DATA,
+    DOWN,
+    EAGER,
+    FIN,
+    GOODBYE,
+    HEARTBEAT,
+    PATIENCE_S,
+    QUEUED,
+    RTS,
+    SECRET,
+    WITHDRAW,
+    Make,
+    call,
+    connect,
+    ended,
+    exchange,
+    head,
+    make,
+    memory_kib,
+)
+from tests.support.ranks import IS_SANITIZED, wait_until
 from tests.support.system import need_root
 
 from unisono.backends.native.backend import NativeBackend
 from unisono.backends.native.card import Card, Credentials
 from unisono.backends.native.refusals import NAMED_MAX
 from unisono.config import Config
-from unisono.core.envelope import Tags
-from unisono.core.request import Request
-from unisono.core.runtime import Waiting
 from unisono.errors import PeerLost, ProtocolError, UsageError
-from unisono.messaging.credit import CONTROL_BYTES_MAX
 from unisono.messaging.peer_down import BROKEN, PeerDown
 
-CONTEXT = 0xC0FFEE
-SECRET = b"the job's secret"
-PATIENCE_S = 60
-
-EAGER, RTS, CTS, DATA, FIN, CREDIT, QUEUED, WITHDRAW, HEARTBEAT, GOODBYE, DOWN = range(2, 13)
-
-Make = Callable[..., list[NativeBackend]]
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    """`make(size, ranks, **settings)`: engines of these ranks of a world, not connected yet."""
-    tmp_path.chmod(0o700)
-    made: list[NativeBackend] = []
-
-    def start(
-        size: int, ranks: Sequence[int] | None = None, *, hosts: bool = False, **settings: Any
-    ) -> list[NativeBackend]:
-        # No rank may be declared dead because this machine is busy.
-        common = {"shm": False, "neighbours": False, "config": Config(silence_s=20.0)}
-        for rank in range(size) if ranks is None else ranks:
-            given = {**common, "host": f"host {rank}" if hosts else "", **settings}
-            made.append(NativeBackend(rank, size, str(tmp_path), SECRET, **given))
-        return made
-
-    yield start
-    for backend in made:
-        backend.close()
-
-
-def connect(
-    backends: list[NativeBackend], issuer: Issuer | None = None, cards: list[Card] | None = None
-) -> None:
-    known = cards or [backend.card() for backend in backends]
-    for backend in backends:
-        backend.connect(known, issuer.credentials(backend.rank) if issuer is not None else None)
-
-
-def ended(backend: NativeBackend, request: Request) -> Request:
-    event = backend.runtime.event()
-    request.notify(event.set)
-    assert backend.runtime.block(event, PATIENCE_S, lambda: Waiting(backend.rank, (), "a test")), (
-        "the request does not end"
-    )
-    return request
-
-
-def exchange(one: NativeBackend, other: NativeBackend, nbytes: int = 100_003) -> None:
-    """Each of two ranks receives the message of the other."""
-    rows = {b.rank: (np.arange(nbytes) * 7 + b.rank).astype(np.uint8) for b in (one, other)}
-    into = {b.rank: np.zeros(nbytes, np.uint8) for b in (one, other)}
-    pairs = ((one, other), (other, one))
-    works = [(b, b.start_recv(p.rank, CONTEXT, 1, memoryview(into[b.rank]))) for b, p in pairs]
-    works += [(b, b.start_send(p.rank, CONTEXT, 1, memoryview(rows[b.rank]))) for b, p in pairs]
-    for backend, request in works:
-        if (error := ended(backend, request).error) is not None:
-            raise error
-    for b, p in pairs:
-        assert np.array_equal(into[b.rank], rows[p.rank])
-
-
-def call(one: NativeBackend, other: NativeBackend) -> None:
-    """Send a message; the first rank opens the link."""
-    assert ended(one, one.start_send(other.rank, CONTEXT, 0, memoryview(b"x"))).error is None
-    assert ended(other, other.start_recv(one.rank, CONTEXT, 0, None)).data == b"x"
+__all__ = ["make"]
 
 
 def exchange_for_ever(one: NativeBackend, other: NativeBackend) -> None:
@@ -111,22 +67,11 @@ def exchange_for_ever(one: NativeBackend, other: NativeBackend) -> None:
         exchange(one, other)
 
 
-def wait_until(holds: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < end, what
-        time.sleep(0.01)
-
-
 def refused(backend: NativeBackend) -> int:
     return backend._engine.refused()
 
 
-def memory_kib() -> int:
-    return int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0])
-
-
-# -- strangers at a listener with TLS ---------------------------------------------------------------------
+# -- strangers at a listener with TLS ------------------------------------------------------------------
 
 
 def said_nothing(sock: socket.socket) -> bool:
@@ -224,19 +169,15 @@ def test_a_stranger_gets_less_than_4_kib(make: Make) -> None:
 def test_credentials_that_do_not_fit_are_refused_at_once(make: Make) -> None:
     backend = make(2, (0,), tls=True)[0]
     issuer = Issuer(2)
-    mine, theirs = issuer.credentials(0), issuer.credentials(1)
-    cards = [backend.card()] * 2
-    mixed = Credentials(issuer.names, mine.key_pem, theirs.certificate_pem, mine.authority_pem)
-    few = Credentials(issuer.names[:1], mine.key_pem, mine.certificate_pem, mine.authority_pem)
-    garbage = Credentials(issuer.names, b"no key", mine.certificate_pem, mine.authority_pem)
-    for wrong in (theirs, mixed, few, garbage, None):
+    mine, cards = issuer.credentials(0), [backend.card()] * 2
+    for wrong in (*unfit_credentials(issuer), None):
         with pytest.raises(UsageError, match="credentials"):
             backend.connect(cards, wrong)
     assert mine.key_pem.decode() not in repr(mine)
     backend.connect(cards, mine)
 
 
-# -- a man in the middle ----------------------------------------------------------------------------------
+# -- a man in the middle -------------------------------------------------------------------------------
 
 
 class Between:
@@ -389,38 +330,7 @@ def test_a_flipped_bit_ends_the_link_and_never_becomes_a_value(make: Make, links
     assert isinstance(down.error().__cause__, ProtocolError)
 
 
-# -- members that break the protocol ----------------------------------------------------------------------
-
-
-def head(
-    kind: int, *, flags: int = 0, header: int = 0, context: int = 0, tag: int = 0, nbytes: int = 0
-) -> bytes:
-    return HEAD.pack(kind | flags << 8, 255, 0, header, context, tag, nbytes)
-
-
-# Lengths beyond the receiver's request, or beyond any allowed message.
-BOMBS = {
-    "a message of 2^63 bytes": head(EAGER, nbytes=1 << 63),
-    "a message of 2^64 - 1 bytes": head(EAGER, nbytes=(1 << 64) - 1),
-    "a message of 2^32 - 1 bytes at once": head(EAGER, nbytes=(1 << 32) - 1),
-    "a message beyond the credit": head(EAGER, nbytes=60_000) + bytes(60_000),
-    "an RTS of 2^63 bytes": head(RTS, nbytes=1 << 63) + bytes(16),
-    "an RTS with rendezvous id 2^32 - 1": head(RTS, nbytes=100_000) + struct.pack("<QQ", (1 << 32) - 1, 0),
-    "a rendezvous id used twice": (head(RTS, nbytes=100_000) + bytes(16)) * 2,
-    "a control message of 3 GiB": head(RTS, tag=Tags.CONTROL, nbytes=3 << 30) + bytes(16),
-    "a control message of one byte too many": head(RTS, tag=Tags.CONTROL, nbytes=CONTROL_BYTES_MAX + 1)
-    + bytes(16),
-    "a frame of a call of 3 GiB": head(RTS, context=7, tag=Tags.RPC, nbytes=3 << 30) + bytes(16),
-    "a header of 64 KiB": head(EAGER, header=65535),
-    "data that nobody asked for": head(DATA, nbytes=1 << 20) + bytes(1 << 16),
-    "data for rendezvous id 2^63": head(DATA, context=1 << 63, nbytes=8) + bytes(8),
-    "an answer to nothing": head(FIN, context=5),
-    "a CTS for nothing": head(CTS, context=5),
-    "a withdrawal of nothing": head(WITHDRAW, context=5),
-    "credit that was never given": head(CREDIT, nbytes=1 << 40),
-    "a kind that there is not": head(200),
-    "no kind": bytes(32),
-}
+# -- members that break the protocol -------------------------------------------------------------------
 
 
 def test_a_forged_length_ends_its_link_and_takes_no_memory(make: Make) -> None:
@@ -514,7 +424,7 @@ def test_a_peer_that_does_not_read_does_not_grow_the_senders_memory(make: Make) 
         assert "silent" in str(error) or "closed" in str(error)
 
 
-# -- crowds -----------------------------------------------------------------------------------------------
+# -- crowds --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tls", [False, True])
@@ -559,7 +469,7 @@ def test_refused_callers_are_named_a_few_times_and_then_counted(
     assert f"{2 * NAMED_MAX} more" in lines[-1]
 
 
-# -- open ports -------------------------------------------------------------------------------------------
+# -- open ports ----------------------------------------------------------------------------------------
 
 
 def listening() -> set[str]:

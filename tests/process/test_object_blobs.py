@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.support.engines import NO_STALL, MakeWorld, found, outcome, world
-from tests.support.oracle import Notes
+from tests.support.oracle import Notes, same
 
 from unisono.comm import vector_collectives
 from unisono.comm.announcement import Announcement, row_bytes
@@ -57,19 +57,6 @@ def things(salt: int) -> list[Any]:
         [ramp(4_096 + n, n + salt) for n in range(90)],
         [np.arange(700 + salt) * 1.5, None, ascii_text[:4_096]],
     ]
-
-
-def same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    match one:
-        case np.ndarray():
-            return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
-        case list() | tuple():
-            return len(one) == len(other) and all(map(same, one, other))
-        case dict():
-            return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    return bool(one == other)
 
 
 def thing(number: int, source: int, target: int = 0) -> Any:

@@ -12,7 +12,8 @@ import struct
 import time
 
 import pytest
-from tests.process.test_native_threats import (
+from tests.support.credentials import Issuer
+from tests.support.native_ranks import (
     BOMBS,
     CREDIT,
     CTS,
@@ -28,7 +29,6 @@ from tests.process.test_native_threats import (
     head,
     memory_kib,
 )
-from tests.support.credentials import Issuer
 from tests.support.quic_member import CONTROL_STREAM, DATA_STREAM, MESSAGES_STREAM, QuicMember
 from tests.support.quic_ranks import PATIENCE_S, Make, exchange, make, wait_for_all
 from tests.support.ranks import IS_SANITIZED

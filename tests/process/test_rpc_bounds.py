@@ -9,13 +9,13 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.process.test_rpc_load import run
-from tests.support.ranks import PATIENCE_S
+from tests.support.calls import run
+from tests.support.ranks import PATIENCE_S, wait_until
 
 import unisono as uni
 from unisono._native import CERTAIN_BLOB_BYTES, FRAME_BLOB_BYTES
@@ -23,13 +23,6 @@ from unisono.rpc import Agent
 from unisono.rpc.streams import WINDOW
 
 LINKS = ["local", "shm", "tcp"]
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < until, what
-        time.sleep(0.001)
 
 
 def resident_bytes() -> int:

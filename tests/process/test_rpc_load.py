@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.processes import Failed, run_processes
-from tests.support.ranks import PATIENCE_S, run_ranks
+from tests.support.calls import run
+from tests.support.ranks import PATIENCE_S
 
 import unisono as uni
 from unisono._native import CERTAIN_BLOB_BYTES, FRAME_BLOB_BYTES, FRAME_BYTES_MAX
@@ -24,16 +24,6 @@ from unisono.rpc.transport import MailboxTransport
 CONTEXT = 0x5EED  # of no communicator
 LINKS = ["local", "shm", "tcp"]
 MORE_LINKS = [pytest.param(kind, marks=pytest.mark.more) for kind in ("rings", "tls", "quic", "gloo", "iroh")]
-
-
-def run(kind: str, fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
-    if kind == "local":
-        return run_ranks(fn, size, *args).values()
-    results = run_processes(fn, size, *args, kind=kind, patience_s=180)
-    for result in results:
-        if isinstance(result, Failed):
-            raise result
-    return results
 
 
 # -- kinds and sizes -------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 from tests.support.engines import MakeWorld, found, outcome, world
 from tests.support.metronome import stopwatch
 from tests.support.oracle import Notes
-from tests.support.ranks import run_each
+from tests.support.ranks import run_each, wait_until
 
 import unisono as uni
 from unisono.comm.communicator import Communicator
@@ -27,13 +27,6 @@ __all__ = ["world"]
 every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
 AHEAD_MAX = 240  # native/python/native_group.cpp
 PATIENCE_S = 30.0
-
-
-def until(condition: Callable[[], bool], limit_s: float = PATIENCE_S) -> None:
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end, "the condition did not become true"
-        time.sleep(0.001)
 
 
 def value(k: int) -> np.ndarray[Any, Any]:
@@ -93,7 +86,7 @@ def test_a_slow_receiver_gets_everything_in_order_and_is_not_left_far_behind(
                 cast(comm, k)
                 done[0] = k + 1
             return notes
-        until(lambda: done[0] >= AHEAD_MAX)
+        wait_until(lambda: done[0] >= AHEAD_MAX)
         for k in range(steps):
             lead = done[0] - k
             notes.expect(lead <= AHEAD_MAX + 1, True, f"{lead} calls ahead at #{k}")
@@ -117,7 +110,7 @@ def test_long_calls_run_ahead_as_far_as_the_credit_reaches(world: MakeWorld) -> 
                 comm.broadcast(np.full(2048, k, np.int64), 0)
                 done[0] = k + 1
             return notes
-        until(lambda: done[0] >= 2)
+        wait_until(lambda: done[0] >= 2)
         for k in range(steps):
             lead = done[0] - k
             notes.expect(lead <= calls_max + 1, True, f"{lead} calls ahead at #{k}")
@@ -222,7 +215,7 @@ def test_a_mismatch_is_found_although_no_rank_calls_again(world: MakeWorld, kind
     def program(comm: Communicator) -> Any:
         warm(comm)
         outcome(lambda: cast(comm, 5, comm.rank))
-        until(lambda: is_broken(comm), 2 * 1.0)
+        wait_until(lambda: is_broken(comm), limit_s=2 * 1.0)
         return [outcome(lambda: cast(comm, 6)) for _ in range(2)]
 
     for errors in run_each(program, list(comms)).values():
@@ -243,7 +236,7 @@ def test_a_call_through_python_finds_it_too(world: MakeWorld, kind: str) -> None
         if error is not None and not isinstance(error, np.ndarray):
             assert shows_both(error, "root=0", "root=1"), error
     for comm in comms:
-        until(lambda comm=comm: is_broken(comm), 2 * 1.0)
+        wait_until(lambda comm=comm: is_broken(comm), limit_s=2 * 1.0)
 
 
 def test_a_late_report_of_a_message_that_was_claimed_is_no_mismatch(world: MakeWorld) -> None:

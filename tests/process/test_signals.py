@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from tests.process.test_rpc_load import run
+from tests.support.calls import run
 
 import unisono as uni
 

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from tests.support.engines import NO_STALL, MakeWorld, world
 from tests.support.processes import forked
-from tests.support.ranks import PATIENCE_S, run_each
+from tests.support.ranks import PATIENCE_S, run_each, wait_until
 from tests.support.system import skip_without
 
 import unisono as uni
@@ -41,13 +41,6 @@ def adopted(comm: Communicator) -> int:
     native = comm._group.native
     assert native is not None
     return native.adopted
-
-
-def wait_until(is_so: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        time.sleep(0.001)
 
 
 def ramp(rank: int, count: int = 1021) -> np.ndarray[Any, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from typing import Any
 
 from tests.support.processes import Failed, run_processes
@@ -13,27 +14,18 @@ from tests.support.ranks import run_ranks
 LONG_S = 60.0
 
 
-def on_local(fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
-    return run_ranks(fn, size, *args).values()
+def run(kind: str, fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
+    """The results of ranks that are threads, or processes with this kind of links."""
+    if kind == "local":
+        return run_ranks(fn, size, *args).values()
+    results = run_processes(fn, size, *args, kind=kind, patience_s=180)
+    for result in results:
+        if isinstance(result, Failed):
+            raise result
+    return results
 
 
-def on_processes(kind: str) -> Callable[..., list[Any]]:
-    def run(fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
-        results = run_processes(fn, size, *args, kind=kind)
-        for result in results:
-            if isinstance(result, Failed):
-                raise result
-        return results
-
-    return run
-
-
-WORLDS = {
-    "local": on_local,
-    "shm": on_processes("shm"),
-    "tcp": on_processes("tcp"),
-    "rings": on_processes("rings"),
-}
+WORLDS = {kind: partial(run, kind) for kind in ("local", "shm", "tcp", "rings")}
 
 
 def echo(*args: Any, **kwargs: Any) -> Any:

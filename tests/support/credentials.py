@@ -32,6 +32,17 @@ class Issuer:
         return Credentials(self.names, mine.key_pem, mine.certificate_pem, mine.ca_pem)
 
 
+def unfit_credentials(issuer: Issuer) -> list[Credentials]:
+    """What rank 0 must not accept as its own: of another rank, mixed, for too few ranks, without a key."""
+    mine, theirs = issuer.credentials(0), issuer.credentials(1)
+    return [
+        theirs,
+        Credentials(issuer.names, mine.key_pem, theirs.certificate_pem, mine.authority_pem),
+        Credentials(issuer.names[:1], mine.key_pem, mine.certificate_pem, mine.authority_pem),
+        Credentials(issuer.names, b"no key", mine.certificate_pem, mine.authority_pem),
+    ]
+
+
 @functools.cache
 def credentials(size: int) -> list[Credentials]:
     """Credentials for every rank of a world; all worlds of one size share them."""

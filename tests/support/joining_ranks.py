@@ -6,7 +6,6 @@ import contextlib
 import secrets
 import socket
 import ssl
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -39,7 +38,6 @@ __all__ = [
     "make_seed",
     "ticket_without_seed",
     "tls",
-    "wait_until",
     "with_tls",
 ]
 
@@ -178,13 +176,6 @@ def join_alone(given: str, timeout: float) -> View:
         version=VERSION,
         deadline=RealRuntime().deadline(timeout),
     )
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 # -- entering (rank 0 hosts the seed) ----------------------------------------------------------------------

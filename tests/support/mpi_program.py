@@ -18,7 +18,7 @@ import pytest
 import torch
 from mpi4py import MPI
 from tests.conformance.test_properties import equal
-from tests.process.test_mismatch import CORPUS, mismatches
+from tests.support.mismatch_corpus import CORPUS, mismatches
 from tests.support.rank_pool import RankPool
 from tests.support.sums import SUMS, sums
 

@@ -10,6 +10,7 @@ exactly. Where the order matters, `canonical` gives the result of the reproducib
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -316,6 +317,24 @@ def differs(got: Any, want: Any) -> str | None:
         f"{wrong.size} of {mine.size} elements wrong, first at {first}: "
         f"got {mine.reshape(-1)[first]!r}, not {theirs.reshape(-1)[first]!r}"
     )
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two objects have the same types and equal values, the items of dicts in the same order."""
+    if type(one) is not type(other):
+        return False
+    match one:
+        case np.ndarray():
+            return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
+        case list() | tuple():
+            return len(one) == len(other) and all(map(same, one, other))
+        case dict():
+            return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if dataclasses.is_dataclass(one):
+        return all(
+            same(getattr(one, each.name), getattr(other, each.name)) for each in dataclasses.fields(one)
+        )
+    return bool(one == other)
 
 
 def counts_for(size: int, itemsize: int, segment_bytes: int) -> list[int]:

@@ -30,6 +30,7 @@ __all__ = [
     "reference_local",
     "run_each",
     "run_ranks",
+    "wait_until",
 ]
 
 # The ranks of an acceptance test are threads, or processes with one of these kinds of links. A test runs with
@@ -44,6 +45,19 @@ IS_SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
 
 # Long enough for a loaded machine. Every wait in a test ends after this time, so that a hang is a failure.
 PATIENCE_S = 120
+
+
+def wait_until(
+    condition: Callable[[], object],
+    what: str = "the condition did not become true",
+    *,
+    limit_s: float = PATIENCE_S,
+) -> None:
+    """Sleep until another thread or process has made a condition true."""
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.001)
 
 
 class Ended(list[Any]):

@@ -6,12 +6,11 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.ranks import PATIENCE_S, run_each
+from tests.support.ranks import PATIENCE_S, run_each, wait_until
 
 import unisono as uni
 from unisono.backends.native.local_ranks import LocalRank
@@ -20,13 +19,6 @@ from unisono.core.envelope import ANY
 from unisono.errors import ClosedError, Deadlock, PeerAborted, PeerLost, UsageError
 
 QUICK = Config(deadlock_after_s=0.15, stall_query_s=0.05)
-
-
-def until(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + PATIENCE_S
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.005)
-    return condition()
 
 
 def close_all(worlds: list[uni.Communicator]) -> None:
@@ -66,7 +58,7 @@ def test_many_ranks_need_few_descriptors_and_all_meet() -> None:
         assert total.tolist() == [64 * 63 // 2, 64]
     assert len(os.listdir("/proc/self/fd")) - before <= 5 * 64
     close_all(worlds)
-    assert until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
 @pytest.mark.parametrize("count", [1, 2047, 2049, 40_000, 300_001])
@@ -94,8 +86,8 @@ def test_a_dropped_world_leaves_no_thread_and_no_descriptor() -> None:
         del worlds
         gc.collect()
     # The thread that closes dropped communicators stays until the process ends.
-    assert until(lambda: len(os.listdir("/proc/self/task")) <= threads + 1)
-    assert until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
+    wait_until(lambda: len(os.listdir("/proc/self/task")) <= threads + 1)
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
 
 
 def test_a_rank_that_was_dropped_has_left_for_the_others() -> None:
@@ -114,11 +106,11 @@ def test_a_rank_learns_that_another_left_with_and_without_a_link(was_linked: boo
     if was_linked:
         pending = ranks[1].start_recv(ANY, 77, 0, None)
         ranks[0].start_send(1, 77, 0, memoryview(b"hello"))
-        assert until(lambda: pending.done)
+        wait_until(lambda: pending.done)
     downs: list[Any] = []
     ranks[0].watch(downs.append)
     ranks[1].close()
-    assert until(lambda: bool(downs))
+    wait_until(lambda: bool(downs))
     assert (downs[0].rank, downs[0].left) == (1, True)
     late = ranks[0].start_recv(1, 77, 0, None)
     assert isinstance(late.error, PeerLost)

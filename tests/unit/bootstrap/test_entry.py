@@ -11,15 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.support.joining_ranks import (
-    PATIENCE_S,
-    VERSION,
-    MakeSeed,
-    Ranks,
-    enter_by,
-    ticket_without_seed,
-    wait_until,
-)
+from tests.support.joining_ranks import PATIENCE_S, VERSION, MakeSeed, Ranks, enter_by, ticket_without_seed
+from tests.support.ranks import wait_until
 
 from unisono.bootstrap.address import Address
 from unisono.bootstrap.join import report_ended

@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from tests.process.test_run import PATIENCE_S, gone, launched, run
+from tests.support.launched import PATIENCE_S, gone, launched, run
 
 from unisono.bootstrap.folder import enter_socket_folder, own_folder, remove_dead_folders, socket_folder
 

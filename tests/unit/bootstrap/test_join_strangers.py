@@ -28,9 +28,9 @@ from tests.support.joining_ranks import (
     connected,
     is_closed_by_seed,
     join_alone,
-    wait_until,
 )
 from tests.support.metronome import stopwatch
+from tests.support.ranks import wait_until
 
 from unisono.bootstrap import limits, protocol
 from unisono.bootstrap.address import Address

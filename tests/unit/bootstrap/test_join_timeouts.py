@@ -7,15 +7,9 @@ import socket
 from pathlib import Path
 
 import pytest
-from tests.support.joining_ranks import (
-    PATIENCE_S,
-    MakeSeed,
-    enter_by,
-    join_alone,
-    ticket_without_seed,
-    wait_until,
-)
+from tests.support.joining_ranks import PATIENCE_S, MakeSeed, enter_by, join_alone, ticket_without_seed
 from tests.support.metronome import stopwatch
+from tests.support.ranks import wait_until
 
 from unisono.bootstrap.address import Address
 from unisono.bootstrap.launch_info import decide

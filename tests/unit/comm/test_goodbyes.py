@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.processes import PATIENCE_S, forked, run_processes
-from tests.support.ranks import run_ranks
+from tests.support.processes import forked, run_processes
+from tests.support.ranks import run_ranks, wait_until
 from tests.unit.comm.test_loose_ends import logs_of_closes
 
 import unisono as uni
@@ -31,13 +30,6 @@ from unisono.core.envelope import Lane
 from unisono.messaging.credit import CONTROL_BYTES_MAX
 
 NATIVE = pytest.mark.on_every_link
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end, "the condition did not become true"
-        time.sleep(0.001)
 
 
 # -- which goodbyes are sent ------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import math
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.ranks import PATIENCE_S, run_ranks
+from tests.support.ranks import PATIENCE_S, run_ranks, wait_until
 
 import unisono as uni
 from unisono.core.clock import RealEvent, RealRuntime
@@ -41,14 +40,6 @@ class StoppedClock(RealRuntime):
 
 def timer_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "unisono-timers"]
-
-
-def wait_until(condition) -> None:
-    """Yield to the other threads until a condition holds."""
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end, "the condition did not become true"
-        time.sleep(0)
 
 
 @QUICK

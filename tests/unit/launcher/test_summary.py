@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.process.test_run import PATIENCE_S, gone, launched, run
+from tests.support.launched import PATIENCE_S, gone, launched, run
 
 import unisono as uni
 from unisono.comm.control_messages import CallReport, GroupFailure

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import pytest
-from tests.support.calls import LONG_S, echo, on_processes
+from tests.support.calls import LONG_S, echo, run
 from tests.support.ranks import run_ranks
 
 import unisono as uni
@@ -291,4 +291,4 @@ def test_buffers_are_used_again_without_a_garbage_collection():
         comm.barrier()
         return len(places)
 
-    assert on_processes("shm")(program, 2)[0] < 8
+    assert run("shm", program, 2)[0] < 8

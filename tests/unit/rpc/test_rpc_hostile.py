@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from tests.fuzz.rpc_frames import corpus, mutated
-from tests.process.test_native_threats import wait_until
 from tests.support.engines import MakeWorld, world
+from tests.support.ranks import wait_until
 
 import unisono as uni
 from unisono._native import CERTAIN_BLOB_BYTES, frame_value, pack_frame
@@ -21,17 +21,7 @@ from unisono.comm.control_messages import ServiceFound
 from unisono.core.envelope import Lane, Tags
 from unisono.rpc import Agent
 from unisono.rpc.blobs import UnreadBlobs
-from unisono.rpc.frame import (
-    ANSWER,
-    ASK,
-    FAILURE,
-    GOODBYE,
-    ITEM,
-    Frame,
-    open_frame,
-    pack,
-    texts_of,
-)
+from unisono.rpc.frame import ANSWER, ASK, FAILURE, GOODBYE, ITEM, Frame, open_frame, pack, texts_of
 from unisono.rpc.registry import Registry
 from unisono.rpc.streams import WINDOW
 
