@@ -67,8 +67,9 @@ class LooseEnds:
             loose += [f"works never waited for: {', '.join(started)}"] if started else []
             loose += [f"messages never received: {'; '.join(queued)}"] if queued else []
         elif isinstance(error, CollectiveMismatch) and calling_thread() not in self._raised:
-            raised = "; ".join(self._raised.values()) or "to nobody"
-            loose.append(f"a mismatch that was raised {raised}: {error.what}")
+            raised = "; ".join(self._raised.values())
+            how = f"was raised {raised}" if raised else "no call has raised"
+            loose.append(f"a mismatch that {how}: {error.what}")
         if loose and not state.is_aborted:
             _log.warning(
                 "rank %d closes %r%s with %s", state.world_rank, state.name, where(), "; ".join(loose)

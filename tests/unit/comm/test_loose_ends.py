@@ -52,6 +52,12 @@ def never_joined(comm: Communicator) -> None:
         pool.submit(lambda: comm.all_reduce(np.ones(3 + (comm.rank == 1))))
 
 
+def never_looked_at(comm: Communicator) -> None:
+    work = comm.start.all_reduce(np.ones(3 + (comm.rank == 1)))
+    while not work.done():
+        pass
+
+
 def all_seen(comm: Communicator) -> None:
     """Every way to use a work's result, and a mismatch that its caller handled."""
     works = [comm.start.all_reduce(np.ones(3)) for _ in range(4)]
@@ -99,6 +105,7 @@ LOOSE: dict[str, tuple[Callable[[Communicator], None], Callable[[int], str | Non
         ),
     ),
     "mismatch": (never_joined, lambda rank: "a mismatch that was raised during all_reduce #0"),
+    "mismatch of a work": (never_looked_at, lambda rank: "a mismatch that no call has raised: "),
     "nothing": (all_seen, lambda rank: None),
     "aborted": (aborted, lambda rank: None),
 }
