@@ -24,11 +24,12 @@ __all__ = ["REACH_BYTES", "SIZES", "Times", "links_measured", "measured", "thres
 # Collective: bytes: algorithm: seconds.
 Times = Mapping[str, Mapping[int, Mapping[str, float]]]
 
-# Bytes of the vector, or of one block. The last exceeds every cache; its winner also serves longer ones.
-SIZES: Final = (8, 128, 1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20, 128 << 20)
-_BLOCK_BYTES_MAX: Final = 32 << 20
+# Bytes of the vector, or of one block. Closer where caches end: there the winners change. The last exceeds every cache;
+# its winner also serves longer ones.
+SIZES: Final = (8, 128, 1 << 10, 8 << 10, *(64 << 10 + 2 * step for step in range(6)), 128 << 20)
+_BLOCK_BYTES_MAX: Final = 16 << 20
 REACH_BYTES: Final = 1 << 30
-# From here on two rounds suffice: a call takes tens of milliseconds and varies little.
+# From here on a call takes milliseconds, and fewer rounds suffice.
 _LONG_BYTES: Final = 16 << 20
 _VECTORS: Final = ("all_reduce", "reduce", "broadcast", "scan", "exscan")
 _ITEM_BYTES: Final = 4
@@ -81,7 +82,7 @@ def _compared(
     best = min(first.values())
     repeats = {name: max(1, min(500, round(turn_s / seconds))) for name, seconds in first.items()}
     kept = [name for name, seconds in first.items() if seconds <= _HOPELESS * best]
-    rounds = min(rounds, 2) if nbytes >= _LONG_BYTES else rounds
+    rounds = min(rounds, 4) if nbytes >= _LONG_BYTES else rounds
     times = [[_timed(comm, calls[name], repeats[name]) for name in kept] for _ in range(rounds)]
     slowest = [_slowest(comm, row) for row in times]
     return {name: min(column) for name, column in zip(kept, zip(*slowest, strict=True), strict=True)}
