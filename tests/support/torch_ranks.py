@@ -6,6 +6,8 @@ The default group is ours; for the first 2, 3, ... ranks there is a group of our
 from __future__ import annotations
 
 import contextlib
+import functools
+import multiprocessing.connection
 import os
 import tempfile
 import traceback
@@ -37,6 +39,8 @@ class Pair:
     gloo: Any
     rank: int
     size: int
+    # Tells the test that a case is done: ranks hang if none ends for a minute, however many a check has.
+    progress: Callable[[], None]
 
     def same(self, run: Callable[[Any], Any]) -> Any:
         """Run a function on both groups; the results must be equal. Return the result on ours."""
@@ -75,11 +79,15 @@ class TorchPool:
         """Run the check of this name on the first `size` ranks."""
         for pipe in self._pipes:
             pipe.send((check, size))
-        said = []
-        for rank, pipe in enumerate(self._pipes):
-            assert pipe.poll(PATIENCE_S), f"rank {rank} hangs in {check}\n{self._stacks()}"
-            said.append(pipe.recv())
-        failures = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text)
+        said: dict[Connection, str] = {}
+        while left := [pipe for pipe in self._pipes if pipe not in said]:
+            # A send of progress must not wait for the test: so all ranks are read.
+            ready = multiprocessing.connection.wait(left, PATIENCE_S)
+            assert ready, f"{len(left)} ranks hang in {check}\n{self._stacks()}"
+            said |= {pipe: text for pipe in left if pipe in ready and (text := pipe.recv()) is not None}
+        failures = "\n".join(
+            f"rank {rank}: {said[pipe]}" for rank, pipe in enumerate(self._pipes) if said[pipe]
+        )
         assert not failures, failures
 
 
@@ -96,7 +104,7 @@ def torch_pool(checks: dict[str, Callable[[Pair], None]], size: int) -> Iterator
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 gloo = dist.new_group(list(range(members)), timeout=TIMEOUT, backend="gloo")
-            pairs[members] = Pair(ours, gloo, backend.rank, members)
+            pairs[members] = Pair(ours, gloo, backend.rank, members, functools.partial(pipe.send, None))
         while (asked := pipe.recv()) is not None:
             check, members = asked
             text = ""

@@ -329,6 +329,7 @@ def compare(name: str, cases: Callable[[str], Iterator[tuple[torch.dtype, str, i
         assert len(got) == len(expected[key])
         for ours, gloos in zip(got, expected[key], strict=True):
             assert torch.equal(ours.detach().to(wide(dtype)), gloos), (name, dtype, layout, rows, ours, gloos)
+        pair.progress()
 
 
 def truths(ask: Ask, rows: int | None = None, seed: int = 0) -> torch.Tensor:
