@@ -1,4 +1,4 @@
-"""From the end of an operation to whoever observes it, in a process that is otherwise idle.
+"""From the end of an operation to its observer, in a process that is otherwise idle.
 
     python bench/observers.py [--times 300] [--links shm,tcp]
 

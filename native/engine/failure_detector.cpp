@@ -20,8 +20,8 @@ void FailureDetector::start(const Settings& settings, std::int64_t now) {
 }
 
 std::int64_t FailureDetector::begin_beat(std::int64_t now, bool has_caught_up) {
-  // Silence is measured only while this rank was scheduled, and not while signs of life may lie unread. Whoever floods
-  // this rank could keep it behind for ever, so there is a limit.
+  // Silence is measured only while this rank was scheduled, and not while signs of life may lie unread. A peer
+  // that floods this rank could keep it behind for ever, so there is a limit.
   const std::int64_t passed = std::min(now - counted_at_, beat_ns_ + beat_ns_ / 4);
   counted_at_ = now;
   behind_ns_ = has_caught_up ? 0 : behind_ns_ + passed;

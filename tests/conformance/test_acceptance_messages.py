@@ -501,7 +501,7 @@ def test_a_receive_that_times_out_is_withdrawn_and_the_late_message_is_still_the
 
 
 @pytest.mark.on_every_link
-def test_a_send_that_times_out_is_withdrawn_and_nobody_receives_it() -> None:
+def test_a_send_that_times_out_is_withdrawn_and_never_received() -> None:
     def program(comm: uni.Communicator) -> Any:
         if comm.rank == 0:
             with pytest.raises(uni.DeadlineExceeded) as caught:

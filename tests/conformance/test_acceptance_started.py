@@ -215,7 +215,7 @@ def test_threads_of_one_rank_may_wait_for_one_work() -> None:
 
 
 @pytest.mark.on_every_link
-def test_done_tells_without_waiting() -> None:
+def test_done_answers_without_waiting() -> None:
     def program(comm: uni.Communicator) -> Any:
         if comm.rank == 0:
             work = comm.start.barrier()
@@ -246,7 +246,7 @@ def test_a_wait_that_times_out_leaves_the_work_under_way() -> None:
     assert run_ranks(program, 2).values() == [((1,), [1, 3, 5, 7]), [1, 3, 5, 7]]
 
 
-def test_a_started_operation_keeps_its_deadline_though_nobody_waits() -> None:
+def test_a_started_operation_keeps_its_deadline_though_no_thread_waits() -> None:
     world = uni.local(2)
     ended = threading.Event()
     work = world[0].start.recv(np.zeros(1), 1, timeout=0.02)

@@ -28,6 +28,7 @@
 #include "connect/connector.hpp"
 #include "link/tcp_link.hpp"
 #ifdef UNISONO_QUIC
+#include "../native/idle_owner.hpp"
 #include "../native/quic_world.hpp"
 #include "datagrams.hpp"
 #include "link/quic_link.hpp"
@@ -141,18 +142,18 @@ class Place {
 
 // ---- frames of a connection ----
 
-// The other end in memory: reading gives what was said, then the end; writing stops after a while, if it is to be slow.
-class Told final : public ByteStream {
+// A stream in memory: reads return the input, then the end; writes stop once `room` bytes are written.
+class InputStream final : public ByteStream {
  public:
-  Told(int fd, size_t room) : fd_(fd), room_(room) {}
-  void say(const byte* from, size_t bytes) { said_.insert(said_.end(), from, from + bytes); }
+  InputStream(int fd, size_t room) : fd_(fd), room_(room) {}
+  void append(const byte* from, size_t bytes) { input_.insert(input_.end(), from, from + bytes); }
   void hang_up() { is_over_ = true; }
 
   ssize_t readv(const iovec* parts, int count) override {
     size_t given = 0;
     for (int i = 0; i < count; ++i) {
-      const size_t bytes = std::min(parts[i].iov_len, said_.size() - at_);
-      if (bytes != 0) std::memcpy(parts[i].iov_base, said_.data() + at_, bytes);
+      const size_t bytes = std::min(parts[i].iov_len, input_.size() - at_);
+      if (bytes != 0) std::memcpy(parts[i].iov_base, input_.data() + at_, bytes);
       at_ += bytes;
       given += bytes;
     }
@@ -167,7 +168,7 @@ class Told final : public ByteStream {
   }
   void finish() override {}
   int fd() const override { return fd_; }
-  const char* name() const override { return "told"; }
+  const char* name() const override { return "input"; }
 
  private:
   static ssize_t nothing() {
@@ -177,7 +178,7 @@ class Told final : public ByteStream {
 
   const int fd_;
   size_t room_;
-  Input said_;
+  Input input_;
   size_t at_ = 0;
   bool is_over_ = false;
 };
@@ -194,24 +195,24 @@ void feed_tcp(const Input& input) {
   const auto first = static_cast<uint8_t>(input[0]);
   const bool checksum = (first & 2) != 0;
   SocketPolicy policy;
-  Told* told[lane_count];
+  InputStream* streams[lane_count];
   std::unique_ptr<Connection> lanes[lane_count];
   Place place;
   for (size_t i = 0; i < lane_count; ++i) {
-    auto stream = std::make_unique<Told>(events[i].get(), (first & 4) != 0 ? 1000 : SIZE_MAX);
-    told[i] = stream.get();
+    auto made = std::make_unique<InputStream>(events[i].get(), (first & 4) != 0 ? 1000 : SIZE_MAX);
+    streams[i] = made.get();
     lanes[i] =
-        std::make_unique<Connection>(place.peer(), poller, std::move(stream), static_cast<Lane>(i), checksum, policy);
+        std::make_unique<Connection>(place.peer(), poller, std::move(made), static_cast<Lane>(i), checksum, policy);
   }
-  Told& speaker = *told[first & 1];
+  InputStream& stream = *streams[first & 1];
   place.open(std::make_unique<TcpLink>(place.peer(), std::move(lanes[0]), std::move(lanes[1]), policy));
   // In two pieces: a frame may be cut anywhere.
   const size_t cut = 1 + (input.size() - 1) / 2;
   for (const auto& [from, to] : {std::pair{size_t{1}, cut}, std::pair{cut, input.size()}}) {
-    speaker.say(input.data() + from, to - from);
+    stream.append(input.data() + from, to - from);
     place.live();
   }
-  speaker.hang_up();
+  stream.hang_up();
   place.live();
   place.close();
 }
@@ -219,19 +220,12 @@ void feed_tcp(const Input& input) {
 // ---- frames in QUIC streams, and datagrams ----
 
 #ifdef UNISONO_QUIC
-class Nobody final : public QuicEndpointOwner {
- public:
-  void on_first(const SocketAddress&, const SocketAddress&, const byte*, size_t, std::int64_t) override {}
-  void on_changed(QuicConnection&) override {}
-  void on_unreachable(const SocketAddress&, int) override {}
-};
-
 // The first byte chooses the stream whose bytes follow; or, above 127, that the rest is a datagram, above 191 with the
 // id of a connection.
 void feed_quic(const Input& input) {
   static Poller poller;
-  static Nobody nobody;
-  static QuicEndpoint endpoint(nobody, poller);
+  static IdleOwner owner;
+  static QuicEndpoint endpoint(owner, poller);
   static const TestAuthority authority(2);
   static QuicWorld world(authority.material(0), authority.material(1), 1);
   static const bool is_linked = world.link();

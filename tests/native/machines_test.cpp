@@ -55,7 +55,7 @@ void test_machines() {
   check_machine<HandshakeState, HandshakeEvent>(handshake_transitions, {HandshakeState::due, HandshakeState::accepted},
                                                 "the handshake is whole on both sides");
   static_assert(!handshake_transitions.allows(HandshakeState::await_hello, HandshakeEvent::welcome),
-                "nobody is admitted without a proof");
+                "no peer is admitted without a proof");
   static_assert(!handshake_transitions.allows(HandshakeState::tls_accept, HandshakeEvent::message),
                 "nothing is read before TLS is done");
 

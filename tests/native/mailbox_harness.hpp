@@ -53,7 +53,7 @@ class MailboxHarness {
     }
   }
 
-  // Expect a message that nobody sends, then withdraw: a message reports the end.
+  // Expect a message that is never sent, then withdraw: a message reports the end.
   void expect_and_withdraw(std::int32_t src) {
     const uint64_t number = next_++;
     auto place = std::make_shared<std::vector<byte>>(100);

@@ -141,8 +141,8 @@ void test_close_while_busy(const char* folder, unsigned seed, Links links) {
   }
 }
 
-// A background thread that always finds something to do still sends heartbeats, by a link that it shares with nobody on
-// its host: there a busy rank would not be taken for dead.
+// A background thread that always finds something to do still sends heartbeats, by a link to another
+// host: on the same host a busy rank would not be taken for dead.
 void test_busy_heartbeats(const char* folder) {
   Settings settings = test_settings();
   settings.silence_ns = 2 * second;  // a loaded machine may leave a thread without a core for a second

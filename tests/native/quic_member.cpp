@@ -1,11 +1,11 @@
-// A rank of a QUIC world as dishonest as a test wants it: it has the certificate and the greeting of a member, and says
-// on its streams what it is told. tests/support/quic_member.py starts it.
+// A member of a QUIC world that a test makes break the protocol: it has a valid certificate and greeting, and sends on
+// its streams the bytes that it is given. tests/support/quic_member.py starts it.
 //
 //   quic_member RANK SIZE TO ADDRESS PORT FOLDER [deaf]
 //
 // FOLDER has key.pem, certificate.pem, authority.pem and names, one a line. It prints "linked", reads pieces from its
-// standard input (a byte with the stream, four with the length, the bytes), and prints how its connection ended. A deaf
-// one acknowledges datagrams and reads none of what they bring.
+// standard input (a byte with the stream, four with the length, the bytes), and prints how its connection ended. With
+// `deaf` it acknowledges datagrams, but reads nothing of their content.
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "idle_owner.hpp"
 #include "link/quic_endpoint.hpp"
 
 using namespace unisono::engine;
@@ -26,13 +27,6 @@ namespace {
 
 constexpr uint64_t eager_credit_bytes = 256 * 1024;  // what Config says
 constexpr size_t unsent_bytes_max = 4 << 20;         // then standard input waits
-
-class Nobody final : public QuicEndpointOwner {
- public:
-  void on_first(const SocketAddress&, const SocketAddress&, const byte*, size_t, std::int64_t) override {}
-  void on_changed(QuicConnection&) override {}
-  void on_unreachable(const SocketAddress&, int) override {}
-};
 
 class Ignores final : public QuicReader {
  public:
@@ -80,9 +74,9 @@ int main(int count, char** words) {
   const bool is_deaf = count > 7;
   const QuicIdentity identity(material_of(words[6]), rank);
   Poller poller;
-  Nobody nobody;
+  IdleOwner owner;
   Ignores reader;
-  QuicEndpoint endpoint(nobody, poller);
+  QuicEndpoint endpoint(owner, poller);
   QuicPath path;
   path.remote = SocketAddress::of(words[4], static_cast<uint16_t>(std::atoi(words[5])));
   path.local = SocketAddress::of(words[4], 0);

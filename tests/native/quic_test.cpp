@@ -110,7 +110,7 @@ void expect_refusal(QuicWorld& world, int by, const char* text, int called = 1) 
     return world.ranks[i].connection != nullptr && world.ranks[i].connection->state() == QuicState::closed;
   };
   must(world.run([&] { return closed(by); }, 10 * second), "the connection is refused");
-  must(!world.ranks[0].is_read && !world.ranks[1].is_read, "nobody is linked");
+  must(!world.ranks[0].is_read && !world.ranks[1].is_read, "no rank is linked");
   const std::string& why = world.ranks[by].connection->why();
   if (why.find(text) == std::string::npos) std::fprintf(stderr, "it says: %s\n", why.c_str());
   must(why.find(text) != std::string::npos, "the refusal says why");
@@ -315,7 +315,7 @@ void test_probed_path() {
   }
 }
 
-// A path that has carried long datagrams carries only short ones from the middle of a message on, and nobody says so.
+// A path that has carried long datagrams carries only short ones from the middle of a message on, and reports nothing.
 void test_black_hole() {
   const TestAuthority authority(2);
   for (const size_t datagram : {size_t{0}, size_t{1452}}) {
@@ -360,7 +360,7 @@ void test_too_long() {
 void test_early() {
   const TestAuthority authority(2);
   QuicWorld world(authority.material(0), authority.material(1), 13);
-  world.ranks[0].is_read = true;  // nobody reads there
+  world.ranks[0].is_read = true;  // so its harness does not read
   world.open();
   must(world.run([&] { return world.ranks[1].is_read; }, second), "the acceptor is linked");
   const std::vector<byte> made = pattern(8 << 20, 13);
@@ -373,7 +373,7 @@ void test_early() {
   must(world.ranks[0].came[2] == made, "every byte arrived once and in order");
 }
 
-// The acceptor's address changes: QUIC cannot move that side, and whoever reads hears nothing more.
+// The acceptor's address changes: QUIC cannot move that side, and the opener receives nothing more.
 void test_moved_acceptor() {
   const TestAuthority authority(2);
   QuicWorld world(authority.material(0), authority.material(1), 14);
@@ -425,11 +425,11 @@ void test_fault() {
   world.ranks[1].goodbye = world.ranks[1].connection->close(Admission::unknown, "because", world.now);
   must(!world.ranks[1].goodbye.empty(), "the peer is told");
   must(world.run([&] { return world.ranks[0].connection->state() == QuicState::closed; }, second), "the peer knows");
-  must(world.ranks[0].connection->is_hung_up(), "the peer knows who closed it");
+  must(world.ranks[0].connection->is_hung_up(), "the peer knows that the other side closed it");
   must(world.ranks[0].connection->reason() == "because", "the peer knows why");
 }
 
-// Datagrams that nobody of this world has made change nothing.
+// Datagrams that no connection of this world has made change nothing.
 void test_garbage() {
   const TestAuthority authority(2);
   QuicWorld world(authority.material(0), authority.material(1), 8);

@@ -396,7 +396,7 @@ def test_a_rank_that_did_not_get_the_query_cannot_answer_it(rank_zero: Callable[
             assert ends.wait().cause.startswith("silent for ")
 
 
-# -- ports that nobody reaches ----------------------------------------------------------------------------
+# -- ports that cannot be reached ----------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

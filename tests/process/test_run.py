@@ -80,7 +80,7 @@ def test_ranks_get_their_variables_and_none_of_an_outer_launcher(program) -> Non
 PLACE = "print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'], {seed}, flush=True)\n"
 
 
-def test_ranks_are_told_of_a_port_for_the_store_of_torch_that_is_not_the_seeds(program) -> None:  # type: ignore[no-untyped-def]
+def test_ranks_get_a_port_for_the_store_of_torch_that_is_not_the_seeds(program) -> None:  # type: ignore[no-untyped-def]
     path = program(PLACE.format(seed="os.environ['UNISONO_JOIN'].split('/')[2].rpartition(':')[2]"))
     code, out, err = run("-n", "3", path)
     assert code == 0, err

@@ -17,7 +17,7 @@ LINKS = ["shm", "rings", "tcp", *(pytest.param(kind, marks=pytest.mark.more) for
 
 @contextmanager
 def signals_every(interval_s: float) -> Iterator[list[int]]:
-    """The main thread gets a signal so often; the list counts how many its handler saw."""
+    """The main thread gets a signal at this interval; the list counts those that its handler saw."""
     seen = [0]
 
     def count(number: int, frame: object) -> None:

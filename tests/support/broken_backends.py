@@ -155,10 +155,10 @@ class SwallowsTheRefused(Mutant):
         return request
 
 
-class MeetsEverything(Mutant):
+class MatchesEverything(Mutant):
     """Tags have 31 bits, so ANY also matches collectives and control messages."""
 
-    caught_by = ("any_tag_meets_users_only", "contexts_and_tags_never_meet")
+    caught_by = ("any_tag_matches_users_only", "contexts_and_tags_never_mix")
 
     def start_send(self, dst: int, context: int, tag: int, data: memoryview, **how: Any) -> Request:
         return super().start_send(dst, context, tag & 0x7FFFFFFF, data, **how)
@@ -167,7 +167,7 @@ class MeetsEverything(Mutant):
 class ForgetsHalfTheContext(Mutant):
     """Contexts have 32 bits."""
 
-    caught_by = ("contexts_and_tags_never_meet",)
+    caught_by = ("contexts_and_tags_never_mix",)
 
     def start_send(self, dst: int, context: int, tag: int, data: memoryview, **how: Any) -> Request:
         return super().start_send(dst, context & 0xFFFFFFFF, tag, data, **how)
@@ -227,7 +227,7 @@ class KeepsTheCredit(Mutant):
 class EndsSyncEarly(Mutant):
     """A sync send ends like any other send."""
 
-    caught_by = ("sync_sends_end_when_met",)
+    caught_by = ("sync_sends_end_when_matched",)
 
     def start_send(self, dst: int, context: int, tag: int, data: memoryview, **how: Any) -> Request:
         how["sync"] = False
@@ -281,7 +281,7 @@ class IgnoresTypes(Mutant):
 class ProbesTake(Mutant):
     """A probe receives the message that it shows."""
 
-    caught_by = ("any_tag_meets_users_only", "headers_and_types_arrive", "probes_take_nothing")
+    caught_by = ("any_tag_matches_users_only", "headers_and_types_arrive", "probes_take_nothing")
 
     def probe(self, src: int | Any_, context: int, tag: int | Any_) -> Request:
         return super().start_recv(src, context, tag, None)
@@ -390,7 +390,7 @@ class PanicsOnWildcards(Mutant):
 
 
 class NotifiesTwice(Mutant):
-    caught_by = ("watch_tells_once",)
+    caught_by = ("watch_reports_once",)
 
     def watch(self, listener: Callable[[PeerDown], None]) -> None:
         def twice(down: PeerDown) -> None:
@@ -400,8 +400,8 @@ class NotifiesTwice(Mutant):
         super().watch(twice)
 
 
-class NotifiesNobody(Mutant):
-    caught_by = ("requests_to_a_closed_peer_fail", "watch_tells_once")
+class NeverNotifies(Mutant):
+    caught_by = ("requests_to_a_closed_peer_fail", "watch_reports_once")
 
     def watch(self, listener: Callable[[PeerDown], None]) -> None:
         pass

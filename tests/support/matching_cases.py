@@ -63,7 +63,7 @@ CASES: dict[str, tuple[list[Step], list[str]]] = {
 
 
 def random_steps(seed: int, count: int) -> list[Step]:
-    """A long case without results: few sources and tags, so that messages match; so long that tables grow."""
+    """A long case without results, with few sources and tags, so that messages match and tables grow."""
     rng, steps = random.Random(seed), list[Step]()
     posted: list[str] = []
     withdrawn: list[str] = []

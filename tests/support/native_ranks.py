@@ -111,7 +111,7 @@ BOMBS = {
     + bytes(16),
     "a frame of a call of 3 GiB": head(RTS, context=7, tag=Tags.RPC, nbytes=3 << 30) + bytes(16),
     "a header of 64 KiB": head(EAGER, header=65535),
-    "data that nobody asked for": head(DATA, nbytes=1 << 20) + bytes(1 << 16),
+    "data without a CTS": head(DATA, nbytes=1 << 20) + bytes(1 << 16),
     "data for rendezvous id 2^63": head(DATA, context=1 << 63, nbytes=8) + bytes(8),
     "an answer to nothing": head(FIN, context=5),
     "a CTS for nothing": head(CTS, context=5),

@@ -17,7 +17,7 @@ _STEP = "raise the limit of open files before the job is started: ulimit -n 4096
 
 
 @contextlib.contextmanager
-def need(count: int, who: str) -> Iterator[None]:
+def need(count: int, process: str) -> Iterator[None]:
     """Make sure that `count` descriptors are free before anything is started; explain if they run out later.
 
     Raises:
@@ -26,7 +26,7 @@ def need(count: int, who: str) -> Iterator[None]:
     free = max(0, limit() - _used())
     if free < count:
         raise RendezvousError(
-            f"{who} has too few file descriptors",
+            f"{process} has too few file descriptors",
             cause=f"it needs {count}, and has {free} left of its limit of {limit()} open files",
             next_step=_STEP,
         )
@@ -36,7 +36,7 @@ def need(count: int, who: str) -> Iterator[None]:
         if not is_exhausted(error):
             raise
         raise RendezvousError(
-            f"{who} has no file descriptor left",
+            f"{process} has no file descriptor left",
             cause=f"its limit is {limit()} open files"
             if error.errno == errno.EMFILE
             else "the host has none",

@@ -132,10 +132,10 @@ class _Worker:
         config: Config,
         version: str,
         deadline: Deadline,
-        who: str = "",
+        name: str = "",
     ) -> None:
         self._source = source
-        self._who = who or f"rank {rank} of {size}"
+        self._name = name or f"rank {rank} of {size}"
         self._rank, self._size = rank, size
         self._make_card = card
         self._card: tuple[Ticket, bytes] | None = None
@@ -379,7 +379,7 @@ class _Worker:
         if self._source.may_be_old:
             return _Retry()
         return self._error(
-            f"{self._who} could not join",
+            f"{self._name} could not join",
             str(self._log),
             "use the ticket of the job that runs now",
         )
@@ -398,15 +398,15 @@ class _Worker:
             self._late = f"the seed at {ticket.address} refused it: {reason}"
             self._log.note(str(ticket.address), f"refused: {reason}")
             return _Retry()
-        what = f"the seed at {ticket.address} refused {self._who}"
+        what = f"the seed at {ticket.address} refused {self._name}"
         if reply.kind == "over":
-            what = f"{self._who} cannot join"
+            what = f"{self._name} cannot join"
             return self._error(what, reason, "see why it ended; every rank of a job calls uni.init()")
         return self._error(what, reason, self._source.how_to_separate if is_taken else None)
 
     def _timed_out(self) -> RendezvousError:
         elapsed = self._runtime.now() - self._began
-        what = f"{self._who} could not join within {elapsed:.1f} s"
+        what = f"{self._name} could not join within {elapsed:.1f} s"
         if self._late and not self._absence:
             return self._error(what, self._late, self._source.how_to_separate)
         if self._status:

@@ -136,11 +136,11 @@ class Formation:
         if self._membership is None:
             self._joined = {rank: held for rank, held in self._joined.items() if held[0] != key}
 
-    def note_refusal(self, who: object, reason: str) -> None:
+    def note_refusal(self, process: object, reason: str) -> None:
         """Remember a refusal for the report."""
         self._refusals += 1
         if len(self._refused) < _REFUSALS_SHOWN:
-            self._refused.append(f"{who}: {reason}")
+            self._refused.append(f"{process}: {reason}")
 
     def membership(self) -> tuple[Membership | None, str]:
         """The membership once every rank has joined, and the state of the formation in one sentence."""

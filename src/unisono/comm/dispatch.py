@@ -250,8 +250,8 @@ def check_order(collective: str, op: ReduceOp | None, algorithm: str, reproducib
         raise _disorder(collective, algorithm, f"op {op}, which does not commute, needs")
 
 
-def _disorder(collective: str, algorithm: str, who: str) -> UsageError:
+def _disorder(collective: str, algorithm: str, needed_by: str) -> UsageError:
     return UsageError(
-        f"algorithm={algorithm!r} of {collective} does not keep the order that {who}",
+        f"algorithm={algorithm!r} of {collective} does not keep the order that {needed_by}",
         next_step="algorithm='auto', or one that `unisono plan --list` shows as ordered",
     )

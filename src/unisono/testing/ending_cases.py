@@ -96,7 +96,7 @@ def wildcards_outlive_a_peer(me: CaseRank) -> None:
 
 
 @SUITE.case(size=3)
-def watch_tells_once(me: CaseRank) -> None:
+def watch_reports_once(me: CaseRank) -> None:
     """A watch reports every rank that closes, once, whether it was added before or after."""
     early, twin = PeerDownLog(me.backend), PeerDownLog(me.backend)
     me.barrier()

@@ -179,7 +179,7 @@ def a_full_pair_blocks_no_other(me: CaseRank) -> None:
 
 
 @SUITE.case(size=2, needs=["sync_send"])
-def sync_sends_end_when_met(me: CaseRank) -> None:
+def sync_sends_end_when_matched(me: CaseRank) -> None:
     """A sync send ends when its message has matched a receive, not before; a probe does not count."""
     lengths = (0, 10, me.eager_bytes, me.eager_bytes + 1)
     if me.rank == 0:

@@ -30,7 +30,7 @@ def _lengths(me: CaseRank) -> list[int]:
 
 
 @SUITE.case(size=3)
-def ranks_know_who_they_are(me: CaseRank) -> None:
+def ranks_know_their_numbers(me: CaseRank) -> None:
     """Every rank has a number of its own, below the size, and all agree on the numbers."""
     backend = me.backend
     me.check(0 <= backend.rank < backend.size == 3, "rank is below size, which is 3", f"{backend.rank}")
@@ -173,7 +173,7 @@ def any_tag_takes_in_order(me: CaseRank) -> None:
 
 
 @SUITE.case(size=2, needs=["wildcards"])
-def any_tag_meets_users_only(me: CaseRank) -> None:
+def any_tag_matches_users_only(me: CaseRank) -> None:
     """A receive or probe with tag ANY never matches messages of collectives or control messages."""
     probe = me.probe(ANY, tag=ANY) if me.rank else None
     receive = me.recv(0, tag=ANY) if me.rank else None
@@ -216,7 +216,7 @@ def receives_are_served_as_posted(me: CaseRank) -> None:
 
 
 @SUITE.case(size=2)
-def contexts_and_tags_never_meet(me: CaseRank) -> None:
+def contexts_and_tags_never_mix(me: CaseRank) -> None:
     """A message matches only receives of its own context and tag, even if numbers differ in one bit."""
     tags = [0, 1, 1 << 16, TAG_MAX, Tags.collective(0, 0), Tags.collective(1 << 20, 15), Tags.CONTROL]
     contexts = [0, 1, CONTEXT, _OTHER_CONTEXT, CONTEXT ^ (1 << 32)]

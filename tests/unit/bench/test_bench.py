@@ -273,7 +273,7 @@ def test_the_command_prints_writes_and_draws(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", ["--only nothing", "-n x", "--sizes 5Q", "--peers nobody", "--json /no/such/folder/x"]
+    "arguments", ["--only nothing", "-n x", "--sizes 5Q", "--peers unknown", "--json /no/such/folder/x"]
 )
 def test_wrong_arguments_end_with_one_line(arguments: str) -> None:
     done = CliRunner().invoke(main, ["bench", *arguments.split()])

@@ -96,7 +96,7 @@ def test_a_process_that_enters_keeps_its_folder_while_others_clean_up(tmp_path: 
     assert folders(tmp_path) == set()
 
 
-def test_a_folder_with_an_open_socket_stays_though_nobody_holds_it() -> None:
+def test_a_folder_with_an_open_socket_stays_though_no_process_holds_it() -> None:
     with tempfile.TemporaryDirectory() as folder:  # a socket's path is 107 bytes at most, pytest's is longer
         path, leave = enter_socket_folder(folder, bytes(32))
         with socket.socket(socket.AF_UNIX) as sock:

@@ -225,7 +225,7 @@ WRONG_STEPS: dict[str, tuple[Callable[[Counts], Step], str]] = {
         "overlap",
     ),
     "a message to itself": (lambda c: Send(0, whole(Buf.IN, c[0])), "a message to itself"),
-    "a message to nobody": (lambda c: Send(2, whole(Buf.IN, c[0])), "no such rank"),
+    "a message to no rank": (lambda c: Send(2, whole(Buf.IN, c[0])), "no such rank"),
 }
 
 

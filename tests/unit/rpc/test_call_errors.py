@@ -86,7 +86,7 @@ def troubles(comm: uni.Communicator) -> str:
         with pytest.raises(TimeoutError):
             work.wait()
         assert agent.call(1, "echo", 1) == [[1], {}]  # a stuck handler does not block others
-        for dst in (2, -1, 1.5, True, None, "nobody"):
+        for dst in (2, -1, 1.5, True, None, "unknown"):
             with pytest.raises(uni.UsageError):
                 agent.call(dst, "echo")
         with pytest.raises(uni.UsageError):

@@ -54,7 +54,7 @@ class Span(NamedTuple):
     stop: int
 
 
-Pair = collections.namedtuple("Pair", "left right")  # noqa: PYI024 - nobody registers it
+Pair = collections.namedtuple("Pair", "left right")  # noqa: PYI024 - it is not registered
 
 
 class Unregistered(msgspec.Struct):

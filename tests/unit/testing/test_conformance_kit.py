@@ -30,8 +30,8 @@ def test_only_the_named_cases_run() -> None:
         made.append(size)
         return LocalBackend.create(size)
 
-    chosen = ["probes_take_nothing", "ranks_know_who_they_are"]
-    assert check_backend(factory, names=chosen) == ["ranks_know_who_they_are", "probes_take_nothing"]
+    chosen = ["probes_take_nothing", "ranks_know_their_numbers"]
+    assert check_backend(factory, names=chosen) == ["ranks_know_their_numbers", "probes_take_nothing"]
     assert made == [3, 2]
 
 
@@ -50,14 +50,14 @@ def test_cases_for_capabilities_that_a_backend_lacks_are_left_out() -> None:
         def capabilities(self) -> Capabilities:
             return Capabilities("modest", sync_send=False, wildcards=False)
 
-    passed = check_backend(Modest.create, names=["sync_sends_end_when_met", "any_tag_takes_in_order"])
+    passed = check_backend(Modest.create, names=["sync_sends_end_when_matched", "any_tag_takes_in_order"])
     assert passed == []
     assert check_backend(Modest.create, names=["bytes_arrive_as_they_were_sent"]) != []
 
 
 def test_a_factory_that_makes_other_ranks_is_caught() -> None:
     with pytest.raises(ConformanceError, match=r"ranks 0 to 2 in order; got \[2, 1, 0\]"):
-        check_backend(lambda size: LocalBackend.create(size)[::-1], names=["ranks_know_who_they_are"])
+        check_backend(lambda size: LocalBackend.create(size)[::-1], names=["ranks_know_their_numbers"])
 
 
 def test_the_first_rank_that_fails_is_the_one_named() -> None:
@@ -71,7 +71,7 @@ def test_the_first_rank_that_fails_is_the_one_named() -> None:
             return self.inner.size + (self.rank == 2)
 
     with pytest.raises(ConformanceError, match="rank is below size, which is 3") as caught:
-        check_backend(Odd.create, names=["ranks_know_who_they_are"])
+        check_backend(Odd.create, names=["ranks_know_their_numbers"])
     assert caught.value.rank == 2
 
 
