@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.conformance.test_properties import PROPERTIES, reduced
+from tests.support.lost_ranks import KILLED_S, lose_rank
 from tests.support.processes import Failed, forked, run_processes
 from tests.support.rank_pool import ended_in_pool
 
@@ -24,13 +25,10 @@ from unisono.backends.registry import BindSpec
 from unisono.comm.communicator import Communicator
 from unisono.config import Config
 from unisono.core.clock import RealRuntime
-from unisono.errors import CollectiveMismatch, DeadlineExceeded, PeerLost, UnisonoError, UsageError
+from unisono.errors import CollectiveMismatch, DeadlineExceeded, UnisonoError, UsageError
 from unisono.testing import CASES
 
 pytestmark = pytest.mark.more
-
-# docs/backends.md: a killed rank is known to the others within this time.
-KILLED_S = 0.5
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES])
@@ -148,26 +146,10 @@ def test_a_collective_that_no_other_rank_joins_ends_at_its_deadline() -> None:
 
 
 def test_a_killed_rank_is_known_to_all_within_the_bound() -> None:
-    def live(backend: GlooBackend, pipe: Connection) -> tuple[Any, ...]:
-        comm = Communicator.world(backend)
-        comm.barrier()
-        pipe.send("ready")
-        if comm.rank == 1:
-            time.sleep(60)
-        with pytest.raises(PeerLost) as caught:
-            comm.all_reduce(np.ones(100))
-        return time.monotonic(), caught.value.ranks, str(caught.value)
-
-    with forked(live, 3, kind="gloo") as ranks:
-        for rank in range(3):
-            assert ranks.receive(rank) == "ready"
-        killed = time.monotonic()
-        ranks.signal(1, signal.SIGKILL)
-        for rank in (0, 2):
-            at, lost, text = ranks.result(rank)
-            assert lost == (1,)
-            assert "closed its connection" in text
-            assert at - killed < 2 * KILLED_S
+    for lost in lose_rank("gloo", signal.SIGKILL):
+        assert lost.ranks == (1,)
+        assert "closed its connection" in lost.text
+        assert lost.after_s < 2 * KILLED_S
 
 
 @pytest.mark.parametrize("is_given_up_first", [True, False])

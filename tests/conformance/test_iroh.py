@@ -15,7 +15,6 @@ import resource
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.conformance.test_properties import PROPERTIES
+from tests.support.lost_ranks import KILLED_S, SILENT_S, lose_rank
 from tests.support.network import NoNetwork, private_network
 from tests.support.processes import Failed, forked, run_processes
 from tests.support.rank_pool import ended_in_pool
@@ -34,14 +34,10 @@ from unisono.backends.iroh.backend import IrohBackend, UnconnectedIroh
 from unisono.backends.registry import BindSpec
 from unisono.comm.communicator import Communicator
 from unisono.config import Config
-from unisono.errors import ClosedError, PeerLost
+from unisono.errors import ClosedError
 from unisono.testing import CASES
 
 pytestmark = pytest.mark.more
-
-# docs/backends.md: a killed rank is known to all on its host within the first, to others within the second.
-KILLED_S = 0.5
-SILENT_S = 3.0
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -218,41 +214,18 @@ def test_a_slow_receiver_holds_the_sender_back() -> None:
 # -- failure ----------------------------------------------------------------------------------------------
 
 
-def lose(how: int, config: Config | None = None) -> list[tuple[float, tuple[int, ...], str]]:
-    """Kill or stop one of three ranks; return when the others learned of it, the rank and the cause."""
-
-    def live(backend: IrohBackend, pipe: Connection) -> tuple[Any, ...]:
-        comm = Communicator.world(backend)
-        comm.barrier()
-        pipe.send("ready")
-        if comm.rank == 1:
-            time.sleep(60)
-        with pytest.raises(PeerLost) as caught:
-            comm.all_reduce(np.ones(100))
-        return time.monotonic(), caught.value.ranks, str(caught.value)
-
-    with forked(live, 3, kind="iroh", config=config) as ranks:
-        for rank in range(3):
-            assert ranks.receive(rank) == "ready"
-        lost = time.monotonic()
-        ranks.signal(1, how)
-        results = [ranks.result(rank) for rank in (0, 2)]
-    assert not [each for each in results if isinstance(each, Failed)], results
-    return [(at - lost, whom, why) for at, whom, why in results]
-
-
 def test_a_killed_rank_is_known_to_all_within_the_bound() -> None:
-    for after_s, whom, why in lose(signal.SIGKILL):
-        assert whom == (1,)
-        assert "its process ended" in why
-        assert after_s < 2 * KILLED_S
+    for lost in lose_rank("iroh", signal.SIGKILL):
+        assert lost.ranks == (1,)
+        assert "its process ended" in lost.text
+        assert lost.after_s < 2 * KILLED_S
 
 
 def test_a_stopped_rank_is_known_to_all_within_the_bound() -> None:
-    for after_s, whom, why in lose(signal.SIGSTOP):
-        assert whom == (1,)
-        assert "silent for 2.5 s" in why
-        assert after_s < 2 * SILENT_S
+    for lost in lose_rank("iroh", signal.SIGSTOP):
+        assert lost.ranks == (1,)
+        assert "silent for 2.5 s" in lost.text
+        assert lost.after_s < 2 * SILENT_S
 
 
 def test_a_rank_that_holds_its_interpreter_is_not_taken_for_dead() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.engines import NO_STALL, MakeWorld, found, outcome, world
+from tests.support.engines import NO_STALL, MakeWorld, every_kind, found, outcome, world
 from tests.support.oracle import Notes
 from tests.support.ranks import run_each
 
@@ -25,7 +25,6 @@ from unisono.errors import DeadlineExceeded, PeerAborted, PeerLost, ProtocolErro
 
 __all__ = ["world"]
 
-every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
 DTYPES = ("uint8", "float32", "complex128")
 
 

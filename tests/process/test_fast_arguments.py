@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.engines import NO_STALL, MakeWorld, found, outcome, world
+from tests.support.engines import NO_STALL, MakeWorld, every_kind, found, outcome, world
 from tests.support.oracle import Notes
 
 from unisono.comm.communicator import Communicator
@@ -21,7 +21,6 @@ from unisono.errors import UsageError
 __all__ = ["world"]
 
 
-every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.float16, torch.complex64)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from tests.support.engines import NO_STALL, MakeWorld, found, outcome, world
+from tests.support.engines import NO_STALL, MakeWorld, calls_ended, found, outcome, world
 from tests.support.oracle import Notes
 
 from unisono import ANY
@@ -47,13 +47,6 @@ class Late(float):
 INTEGERS: list[Callable[[int], Any]] = [np.int8, np.int64, np.uint16, np.uint64, Place, Index, np.array]
 
 
-def ended(comm: Communicator) -> int:
-    """Calls that ended in the engine without Python."""
-    native = comm._group.native
-    assert native is not None
-    return native.ended
-
-
 # -- ranks, tags, times and names -------------------------------------------------------------------------
 
 
@@ -62,7 +55,7 @@ def test_ranks_and_tags_may_be_any_integer(world: MakeWorld, kind: Callable[[int
     comms = world(2, **NO_STALL)
 
     def program(comm: Communicator) -> Notes:
-        notes, other, before = Notes(), kind(1 - comm.rank), ended(comm)
+        notes, other, before = Notes(), kind(1 - comm.rank), calls_ended(comm)
         x, buf = np.array([7.0 + comm.rank]), np.empty(1)
         for tag in (kind(1), 3):
             found_here = comm.sendrecv(x, other, buf, other, tag)
@@ -77,7 +70,9 @@ def test_ranks_and_tags_may_be_any_integer(world: MakeWorld, kind: Callable[[int
             notes.expect(comm.recv_object(other, kind(1)), "text", "recv_object")
         notes.expect(comm.broadcast(x.copy(), kind(1)), np.array([8.0]), "broadcast")
         notes.expect(comm.start.reduce(x.copy(), root=kind(0)).wait() is None, comm.rank == 1, "reduce")
-        notes.check(ended(comm) - before == (6 if comm.rank == 0 else 7), f"{ended(comm) - before} calls")
+        notes.check(
+            calls_ended(comm) - before == (6 if comm.rank == 0 else 7), f"{calls_ended(comm) - before} calls"
+        )
         return notes
 
     assert found(comms, program) == []
@@ -149,10 +144,10 @@ def test_timeouts_may_be_any_real_number(world: MakeWorld, time: Any) -> None:
     comms = world(2, **NO_STALL)
 
     def program(comm: Communicator) -> Notes:
-        notes, before = Notes(), ended(comm)
+        notes, before = Notes(), calls_ended(comm)
         notes.expect(comm.all_reduce(1, timeout=time), 2, "all_reduce")
         notes.expect(comm.start.all_reduce(1, timeout=time).wait(time), 2, "started")
-        notes.check(ended(comm) - before == (0 if str(time) == str(LONG) else 2), "not in the engine")
+        notes.check(calls_ended(comm) - before == (0 if str(time) == str(LONG) else 2), "not in the engine")
         return notes
 
     assert found(comms, program) == []
@@ -182,12 +177,12 @@ def test_names_of_arguments_may_come_from_data(world: MakeWorld) -> None:
     comms = world(2, **NO_STALL)
 
     def program(comm: Communicator) -> Notes:
-        notes, before = Notes(), ended(comm)
+        notes, before = Notes(), calls_ended(comm)
         options = json.loads('{"timeout": 60, "op": "max"}')
         notes.expect(comm.all_reduce(comm.rank, **options), 1, "all_reduce")
         work = comm.start.all_reduce(comm.rank, **options)
         notes.expect(work.wait(**json.loads('{"timeout": 60}')), 1, "started")
-        notes.check(ended(comm) - before == 2, "not in the engine")
+        notes.check(calls_ended(comm) - before == 2, "not in the engine")
         for wrong in ('{"timeouts": 1}', '{"x": 1}'):
             error = outcome(lambda w=wrong: comm.all_reduce(1, **json.loads(w)))
             notes.check(isinstance(error, TypeError), f"{wrong}: {error!r}")
@@ -208,7 +203,7 @@ def test_numbers_come_back_in_their_kind(world: MakeWorld, number: Any) -> None:
     comms = world(2, **NO_STALL)
 
     def program(comm: Communicator) -> Notes:
-        notes, before, kind = Notes(), ended(comm), type(number)
+        notes, before, kind = Notes(), calls_ended(comm), type(number)
         mine = kind(number + comm.rank)
         for name, got, want in (
             ("all_reduce", comm.all_reduce(mine), number + kind(number + 1)),
@@ -225,7 +220,7 @@ def test_numbers_come_back_in_their_kind(world: MakeWorld, number: Any) -> None:
         comm.sendrecv(mine, 1 - comm.rank, buf, 1 - comm.rank)
         notes.check(buf[0] == gathered[1 - comm.rank], f"sendrecv: {buf}")
         notes.check(mine == kind(number + comm.rank), "what was given has changed")
-        notes.check(ended(comm) - before == 6, f"{ended(comm) - before} calls in the engine")
+        notes.check(calls_ended(comm) - before == 6, f"{calls_ended(comm) - before} calls in the engine")
         return notes
 
     assert found(comms, program) == []
@@ -236,14 +231,14 @@ def test_truth_values_come_back_as_truth_values(world: MakeWorld, kind: type) ->
     comms = world(2, **NO_STALL)
 
     def program(comm: Communicator) -> Notes:
-        notes, before, mine = Notes(), ended(comm), kind(comm.rank == 1)
+        notes, before, mine = Notes(), calls_ended(comm), kind(comm.rank == 1)
         for op, want in (("lor", True), ("land", False), ("max", True)):
             got = comm.all_reduce(mine, op)
             notes.check(got == want and type(got) is kind, f"{op}: {got!r}")
         notes.expect(comm.all_gather(mine), np.array([False, True]), "all_gather")
         error = outcome(lambda: comm.all_reduce(mine))
         notes.check(isinstance(error, UsageError), f"sum: {error!r}")
-        notes.check(ended(comm) - before == 4, f"{ended(comm) - before} calls in the engine")
+        notes.check(calls_ended(comm) - before == 4, f"{calls_ended(comm) - before} calls in the engine")
         return notes
 
     assert found(comms, program) == []
@@ -268,7 +263,7 @@ def test_types_that_are_equal_are_the_same(world: MakeWorld, name: str) -> None:
     comms, make = world(2, **NO_STALL), ARRAYS[name]
 
     def program(comm: Communicator) -> Notes:
-        notes, before = Notes(), ended(comm)
+        notes, before = Notes(), calls_ended(comm)
         for turn in range(3):  # each with new types, which may have the addresses of old types
             x = make([1 + comm.rank, 4 + turn])
             kind = x.dtype
@@ -284,7 +279,7 @@ def test_types_that_are_equal_are_the_same(world: MakeWorld, name: str) -> None:
             notes.check(list(part) == [2 + 4 * comm.rank, 4 + 4 * comm.rank], f"reduce_scatter: {part}")
             comm.sendrecv(x, 1 - comm.rank, out, 1 - comm.rank)
             notes.check(list(out) == list(x), f"sendrecv: {out}")
-        notes.check(ended(comm) - before == 15, f"{ended(comm) - before} calls in the engine")
+        notes.check(calls_ended(comm) - before == 15, f"{calls_ended(comm) - before} calls in the engine")
         return notes
 
     assert found(comms, program) == []
@@ -331,12 +326,12 @@ def test_a_root_may_broadcast_what_it_cannot_write(world: MakeWorld, size: int, 
         kept = want.copy()
         kept.flags.writeable = False
         for root in range(size):
-            before = ended(comm)
+            before = calls_ended(comm)
             x = kept if comm.rank == root else np.empty(count)
             notes.check(comm.broadcast(x, root) is x, "broadcast gives what it got")
             notes.expect(x, want, f"root {root}")
             if count <= 1000:
-                notes.check(ended(comm) == before + 1, "not in the engine")
+                notes.check(calls_ended(comm) == before + 1, "not in the engine")
         raw = bytes(range(9)) if comm.rank == 0 else bytearray(9)
         notes.expect(bytes(comm.broadcast(raw)), bytes(range(9)), "bytes")
         if comm.rank != 0:
@@ -408,7 +403,7 @@ def test_other_memory_with_the_buffer_protocol_is_seen_where_it_lies(world: Make
     comms = world(2, **NO_STALL)
 
     def program(comm: Communicator) -> Notes:
-        notes, before = Notes(), ended(comm)
+        notes, before = Notes(), calls_ended(comm)
         x = array.array("d", [1.0 + comm.rank, 2.0])
         notes.check(comm.all_reduce(x) is x, "all_reduce gives what it got")
         notes.expect(x.tolist(), [3.0, 4.0], "array.array")
@@ -421,7 +416,7 @@ def test_other_memory_with_the_buffer_protocol_is_seen_where_it_lies(world: Make
         filled = (ctypes.c_double * 2)(comm.rank, 7)
         comm.all_reduce(filled, "max")
         notes.expect(list(filled), [1.0, 7.0], "ctypes")
-        notes.check(ended(comm) - before == 4, f"{ended(comm) - before} calls in the engine")
+        notes.check(calls_ended(comm) - before == 4, f"{calls_ended(comm) - before} calls in the engine")
         for wrong in (object(), [1.0], "text"):
             notes.check(isinstance(outcome(lambda w=wrong: comm.all_reduce(w)), UsageError), repr(wrong))
         masked = np.ma.masked_array([1.0], [True])

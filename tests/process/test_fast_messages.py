@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.engines import MakeWorld, found, outcome, world
+from tests.support.engines import MakeWorld, every_kind, found, outcome, world
 from tests.support.metronome import stopwatch
 from tests.support.oracle import Notes
 from tests.support.ranks import run_each, wait_until
@@ -22,7 +22,6 @@ from unisono.errors import ClosedError, PeerAborted, PeerLost, UsageError
 
 __all__ = ["world"]
 
-every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
 TYPES = ("bool", "int8", "uint16", "int32", "int64", "float16", "float32", "float64", "complex128")
 # Eager, at the eager limit, in one piece, in several pieces.
 COUNTS = (0, 1, 7, 2048, 2049, 100_003)

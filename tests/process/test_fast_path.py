@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.engines import MakeWorld, found, outcome, world
+from tests.support.engines import MakeWorld, calls_ended, every_kind, found, outcome, world
 from tests.support.metronome import stopwatch
 from tests.support.oracle import PAIRS, Notes, dtype_of, operand, result
 from tests.support.ranks import run_each
@@ -33,14 +33,7 @@ from unisono.plans import algorithms
 
 __all__ = ["world"]
 
-every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
 SIZES = (0, 1, 7, 1021)
-
-
-def ended_fast(comm: Communicator) -> int:
-    native_group = comm._group.native
-    assert native_group is not None
-    return native_group.ended
 
 
 # -- right results ----------------------------------------------------------------------------------------
@@ -72,7 +65,7 @@ def test_reductions_are_numpys_when_they_are_called_again(world: MakeWorld, kind
     assert found(comms, program) == []
     for comm in comms:
         # Two of three calls, except means of 16-bit floats, which are computed in another type.
-        assert ended_fast(comm) > len(PAIRS) * len(SIZES)
+        assert calls_ended(comm) > len(PAIRS) * len(SIZES)
 
 
 @every_kind
@@ -110,7 +103,7 @@ def test_moved_data_arrives_unchanged(world: MakeWorld, kind: str, size: int) ->
         return notes
 
     assert found(comms, program) == []
-    assert all(ended_fast(comm) > len(shapes) * 4 * 2 * (5 + size) * 0.9 for comm in comms)
+    assert all(calls_ended(comm) > len(shapes) * 4 * 2 * (5 + size) * 0.9 for comm in comms)
 
 
 def test_the_result_has_the_same_type_as_without_the_fast_path(world: MakeWorld) -> None:
@@ -145,7 +138,7 @@ def test_many_calls_in_a_row_keep_their_order(world: MakeWorld) -> None:
         return notes
 
     assert found(comms, program) == []
-    assert all(ended_fast(comm) > 2000 for comm in comms)
+    assert all(calls_ended(comm) > 2000 for comm in comms)
 
 
 @pytest.mark.more
@@ -166,7 +159,7 @@ def test_alternating_calls_keep_their_fingerprints(world: MakeWorld, kind: str) 
         for order in orders:
             for count in order:
                 notes.expect(total(int(count)), 2.0 * np.arange(count) + 1, f"of {count}")
-        notes.expect(ended_fast(comm) > 20 * 20, True, "fast path")
+        notes.expect(calls_ended(comm) > 20 * 20, True, "fast path")
         error = outcome(lambda: total(13 if comm.rank else 11))
         assert isinstance(error, CollectiveMismatch)
         notes.expect("float64[11]" in error.report and "float64[13]" in error.report, True, error.report)
@@ -211,10 +204,10 @@ def test_algorithms_named_in_one_line_are_distinguished(world: MakeWorld) -> Non
     # Several attempts: on a busy machine some calls may stall until Python adopts them.
     for _ in range(10):
         assert found(comms, program) == []
-        if all(ended_fast(comm) >= 2 * 3 * len(names) for comm in comms):
+        if all(calls_ended(comm) >= 2 * 3 * len(names) for comm in comms):
             break
     else:
-        raise AssertionError([ended_fast(comm) for comm in comms])
+        raise AssertionError([calls_ended(comm) for comm in comms])
 
     def differing(comm: Communicator) -> None:
         comm.all_reduce(np.ones(101), algorithm=names[0] if comm.rank else names[1])
@@ -256,7 +249,7 @@ def test_a_rank_on_the_slow_path_matches_the_others(world: MakeWorld) -> None:
         return notes
 
     assert found(comms, program) == []
-    assert all(ended_fast(comm) > 100 for comm in comms)
+    assert all(calls_ended(comm) > 100 for comm in comms)
 
 
 @pytest.mark.parametrize("slow", range(3))
@@ -300,7 +293,7 @@ def test_started_works_and_blocking_calls_take_turns(world: MakeWorld) -> None:
         return notes
 
     assert found(comms, program) == []
-    assert all(ended_fast(comm) > 50 for comm in comms)
+    assert all(calls_ended(comm) > 50 for comm in comms)
 
 
 def test_calls_of_threads_and_communicators_are_apart(world: MakeWorld) -> None:
@@ -325,7 +318,7 @@ def test_calls_of_threads_and_communicators_are_apart(world: MakeWorld) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        notes.expect(all(ended_fast(child) for child in children if child), True, "fast path")
+        notes.expect(all(calls_ended(child) for child in children if child), True, "fast path")
         return notes
 
     assert found(comms, program) == []
@@ -391,9 +384,9 @@ def test_a_mismatch_is_seen_by_all_and_shows_both_lines(world: MakeWorld) -> Non
         for call in calls:
             for _ in range(4):
                 call()
-        before = ended_fast(comm)
+        before = calls_ended(comm)
         error = outcome(calls[comm.rank])
-        assert ended_fast(comm) == before
+        assert calls_ended(comm) == before
         return error, outcome(calls[0])
 
     ended = run_each(program, list(comms)).values()
@@ -520,9 +513,9 @@ def test_after_a_late_rank_the_next_calls_take_the_fast_path_again(world: MakeWo
             notes.expect(comm.all_reduce(np.array([comm.rank + k])), np.array([1 + 2 * k]), f"#{k}")
         gained = []
         for _ in range(20):  # on a loaded machine other calls may stall, too
-            before = ended_fast(comm)
+            before = calls_ended(comm)
             warm(comm)
-            gained.append(ended_fast(comm) - before)
+            gained.append(calls_ended(comm) - before)
         notes.expect(max(gained), 10, "fast path again")
         return notes
 

@@ -17,7 +17,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.engines import NO_STALL, MakeWorld, found, outcome, world
+from tests.support.engines import (
+    NO_STALL,
+    MakeWorld,
+    calls_adopted,
+    calls_ended,
+    every_kind,
+    found,
+    outcome,
+    world,
+)
 from tests.support.oracle import Notes, same
 from tests.support.ranks import IS_SANITIZED, PATIENCE_S, run_each, wait_until
 
@@ -28,7 +37,6 @@ from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, UsageError
 
 __all__ = ["world"]
 
-every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
 EAGER = 16 * 1024
 # Empty, eager, at the eager limit, by rendezvous, in several pieces.
 LENGTHS = (0, 1, 8, 100, EAGER - 1, EAGER, EAGER + 1, 100_003, 5_000_011)
@@ -36,18 +44,6 @@ LENGTHS = (0, 1, 8, 100, EAGER - 1, EAGER, EAGER + 1, 100_003, 5_000_011)
 
 def ramp(count: int, salt: int) -> bytes:
     return ((np.arange(count) * 7 + salt) % 251).astype(np.uint8).tobytes()
-
-
-def adopted(comm: Communicator) -> int:
-    native = comm._group.native
-    assert native is not None
-    return native.adopted
-
-
-def ended(comm: Communicator) -> int:
-    native = comm._group.native
-    assert native is not None
-    return native.ended
 
 
 @contextlib.contextmanager
@@ -119,8 +115,8 @@ def test_bytes_of_any_length_arrive_on_the_fast_path(world: MakeWorld, kind: str
         return notes
 
     assert found(comms, program) == []
-    assert [adopted(comm) for comm in comms] == [0, 0]
-    assert all(ended(comm) >= 2 * len(LENGTHS) for comm in comms)
+    assert [calls_adopted(comm) for comm in comms] == [0, 0]
+    assert all(calls_ended(comm) >= 2 * len(LENGTHS) for comm in comms)
 
 
 @every_kind
@@ -146,7 +142,7 @@ def test_objects_arrive_on_the_fast_path(world: MakeWorld, kind: str, is_started
         return notes
 
     assert found(comms, program) == []
-    assert [adopted(comm) for comm in comms] == [0, 0]
+    assert [calls_adopted(comm) for comm in comms] == [0, 0]
 
 
 def test_a_sent_object_may_change_at_once_and_a_received_one_is_the_receivers(world: MakeWorld) -> None:
@@ -184,7 +180,7 @@ def test_a_rank_sends_objects_and_bytes_to_itself(world: MakeWorld) -> None:
         work = comm.start.recv_bytes(0, 2)
         comm.send(ramp(count, 2), 0, 2)
         assert work.wait() == ramp(count, 2)
-    assert adopted(comm) == 0
+    assert calls_adopted(comm) == 0
 
 
 def test_groups_translate_ranks_and_are_apart(world: MakeWorld) -> None:
@@ -228,7 +224,7 @@ def test_one_rank_in_python_and_the_other_in_the_engine(world: MakeWorld, rank_o
         return notes
 
     assert found(comms, program) == []
-    assert (ended(comms[rank_of_python]), adopted(comms[1 - rank_of_python])) == (0, 0)
+    assert (calls_ended(comms[rank_of_python]), calls_adopted(comms[1 - rank_of_python])) == (0, 0)
 
 
 # -- refused ----------------------------------------------------------------------------------------------
@@ -256,7 +252,7 @@ def test_values_that_cannot_be_sent_are_refused_and_nothing_is_sent(world: MakeW
     assert "['a'][1]" in str(outcome(bad[0]))
     assert "recv_bytes_max" in str(outcome(bad[2]))
     assert other.probe(0, timeout=0) is None
-    assert ended(comm) == 0
+    assert calls_ended(comm) == 0
     assert isinstance(outcome(lambda: comm.send_object(1)), TypeError)
     assert isinstance(outcome(lambda: comm.recv_object(buf=1)), TypeError)
 
@@ -394,7 +390,7 @@ def test_a_probe_waits_for_a_message_and_leaves_it(world: MakeWorld, kind: str) 
         return notes
 
     assert found(comms, program) == []
-    assert [adopted(comm) for comm in comms] == [0, 0]
+    assert [calls_adopted(comm) for comm in comms] == [0, 0]
 
 
 def test_repeated_polls_see_the_message_and_leave_no_probe(world: MakeWorld) -> None:
@@ -456,7 +452,7 @@ def test_a_long_wait_goes_on_in_python_and_gets_the_message(
                     lambda: comm.send(b"seen", 1, 3),
                 )
             ):
-                wait_until(lambda i=i: adopted(comms[1]) == i + 1)
+                wait_until(lambda i=i: calls_adopted(comms[1]) == i + 1)
                 send()
             return notes
 
@@ -484,7 +480,7 @@ def test_a_call_that_is_adopted_during_its_message_gets_all_of_it(world: MakeWor
     def program(comm: Communicator) -> Notes:
         notes = Notes()
         for turn in range(40):  # on a fast machine a few of them may end before
-            if comm.all_reduce(int(turn > 2 and adopted(comms[1]) > 0), "min"):
+            if comm.all_reduce(int(turn > 2 and calls_adopted(comms[1]) > 0), "min"):
                 break
             if comm.rank == 0:
                 comm.send(data, 1)
@@ -497,7 +493,7 @@ def test_a_call_that_is_adopted_during_its_message_gets_all_of_it(world: MakeWor
         return notes
 
     assert found(comms, program) == []
-    assert adopted(comms[1]) > 0
+    assert calls_adopted(comms[1]) > 0
 
 
 @pytest.mark.parametrize("verb", ["recv_bytes", "recv_object", "probe"])

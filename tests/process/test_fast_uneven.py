@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.engines import NO_STALL, MakeWorld, found, outcome, world
+from tests.support.engines import NO_STALL, MakeWorld, calls_ended, every_kind, found, outcome, world
 from tests.support.metronome import stopwatch
 from tests.support.oracle import PAIRS, Array, Notes, as_numpy, in_family, located, operand, result
 from tests.support.ranks import run_each
@@ -19,16 +19,6 @@ from unisono.errors import CollectiveMismatch, DeadlineExceeded, UsageError
 from unisono.plans import algorithms
 
 __all__ = ["world"]
-
-
-every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
-
-
-def ended(comm: Communicator) -> int:
-    """The number of calls that ended in the engine."""
-    native = comm._group.native
-    assert native is not None
-    return native.ended
 
 
 def reference(comm: Communicator) -> ReferenceVerbs:
@@ -66,7 +56,9 @@ def test_every_type_and_op_is_cut_by_the_counts(world: MakeWorld, kind: str, siz
             notes.expect(got, want, "blocking", dtype, op, counts)
             notes.expect(comm.start.reduce_scatter_v(x, tuple(counts), op).wait(), want, "started", dtype, op)
             calls += 2
-        notes.check(ended(comm) == calls, "the engine has run all of them but", calls - ended(comm))
+        notes.check(
+            calls_ended(comm) == calls, "the engine has run all of them but", calls - calls_ended(comm)
+        )
         return notes
 
     assert found(comms, program) == []
@@ -87,7 +79,7 @@ def test_lengths_on_both_sides_of_a_segment_with_every_algorithm(world: MakeWorl
         return notes
 
     assert found(comms, program) == []
-    assert all(ended(comm) == 4 * len(names) for comm in comms)
+    assert all(calls_ended(comm) == 4 * len(names) for comm in comms)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -110,9 +102,9 @@ def test_counts_may_be_given_in_every_form(world: MakeWorld, size: int) -> None:
         x = operand("int64", "sum", (sum(counts), 3), comm.rank, size)
         want = part_of(result("int64", "sum", (sum(counts), 3), size), counts, comm.rank)
         for form, is_native in forms:
-            before = ended(comm)
+            before = calls_ended(comm)
             notes.expect(comm.reduce_scatter_v(x, form), want, repr(form))
-            notes.check(ended(comm) - before == is_native, "which path has run", repr(form))
+            notes.check(calls_ended(comm) - before == is_native, "which path has run", repr(form))
         return notes
 
     assert found(comms, program) == []
@@ -167,7 +159,7 @@ def test_pairs_are_never_separated(world: MakeWorld) -> None:
         return notes
 
     assert found(comms, program) == []
-    assert all(ended(comm) == 4 for comm in comms)
+    assert all(calls_ended(comm) == 4 for comm in comms)
 
 
 @every_kind
@@ -221,7 +213,9 @@ def test_arrays_of_one_type_are_reduced_in_place(world: MakeWorld, kind: str, si
                 notes.check(verb(xs, op) is xs, "the list itself")
                 notes.expect(xs, want, dtype, op, some)
                 calls += 1
-        notes.check(ended(comm) == calls, "the engine has run all of them but", calls - ended(comm))
+        notes.check(
+            calls_ended(comm) == calls, "the engine has run all of them but", calls - calls_ended(comm)
+        )
         return notes
 
     assert found(comms, program) == []
@@ -253,7 +247,7 @@ def test_lists_of_several_types_and_kinds_give_the_same(world: MakeWorld) -> Non
 
     assert found(comms, program) == []
     # All calls except the lists of several types.
-    assert all(ended(comm) == 3 * 4 for comm in comms)
+    assert all(calls_ended(comm) == 3 * 4 for comm in comms)
 
 
 def test_a_started_call_keeps_its_arrays_when_the_list_changes(world: MakeWorld) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.engines import NO_STALL, MakeWorld, found, outcome, world
+from tests.support.engines import NO_STALL, MakeWorld, every_kind, found, outcome, world
 from tests.support.oracle import Notes
 
 from unisono.comm.communicator import Communicator
@@ -17,7 +17,6 @@ from unisono.plans import algorithms
 
 __all__ = ["world"]
 
-every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
 # Numbers of float64 around the lengths from which the memory of results is kept, and mapped.
 LENGTHS = (4095, 4096, 131_073)
 

@@ -26,16 +26,7 @@ from tests.support.member import BULK, CONTROL, Member, connected, context, exac
 from tests.support.native_ranks import (
     BOMBS,
     CONTEXT,
-    CREDIT,
-    CTS,
-    DATA,
-    DOWN,
-    EAGER,
-    FIN,
-    GOODBYE,
-    HEARTBEAT,
     PATIENCE_S,
-    QUEUED,
     RTS,
     SECRET,
     WITHDRAW,
@@ -47,6 +38,7 @@ from tests.support.native_ranks import (
     head,
     make,
     memory_kib,
+    random_frame,
 )
 from tests.support.ranks import IS_SANITIZED, wait_until
 from tests.support.system import need_root
@@ -389,22 +381,7 @@ def test_random_frames_of_a_peer_end_only_its_own_link(make: Make) -> None:
     for rank in range(1, turns + 1):
         with Member(first.card(), SECRET, rank, 0, size) as member:
             for _ in range(rng.randrange(1, 12)):
-                kind = rng.choice(
-                    (EAGER, RTS, CTS, DATA, FIN, CREDIT, QUEUED, WITHDRAW, HEARTBEAT, DOWN, GOODBYE)
-                )
-                number = rng.choice((0, 1, 2, 5, 63, 1 << 20, (1 << 32) - 1, 1 << 63))
-                frame = head(
-                    kind,
-                    flags=rng.choice((0, 0, 1, 255)),
-                    header=rng.choice((0, 0, 3, 1024, 1025)),
-                    context=rng.choice((0, 1, CONTEXT, number)),
-                    tag=rng.choice((0, number)),
-                    # Reports about other ranks are left out: a peer may send them.
-                    nbytes=number if kind != DOWN else 0,
-                )
-                if kind == DOWN:
-                    frame = head(DOWN, context=size + rng.randrange(9))
-                member.send(frame + rng.randbytes(rng.choice((0, 8, 16, 300))), rng.choice((BULK, CONTROL)))
+                member.send(random_frame(rng, size), rng.choice((BULK, CONTROL)))
     exchange(*backends)
     assert memory_kib() - before < 16 * 1024
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from tests.support.engines import NO_STALL, MakeWorld, found, outcome, world
+from tests.support.engines import NO_STALL, MakeWorld, calls_adopted, every_kind, found, outcome, world
 from tests.support.oracle import Notes, same
 
 from unisono.comm import vector_collectives
@@ -23,7 +23,6 @@ from unisono.errors import ProtocolError, UsageError
 
 __all__ = ["world"]
 
-every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
 LONG = 300_007
 
 
@@ -119,12 +118,6 @@ class Started:
         return lambda *given: getattr(self._comm.start, name)(*given).wait()
 
 
-def adopted(comm: Communicator) -> int:
-    native = comm._group.native
-    assert native is not None
-    return native.adopted
-
-
 @every_kind
 @every_verb
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -140,7 +133,7 @@ def test_long_objects_of_every_kind_arrive_on_the_fast_path(
                 got, wanted = verb(verbs, comm, number)
                 notes.expect(same(got, wanted), True, f"round {number}")
             if verbs is comm:  # Python may adopt a started call that waits before its second stage
-                notes.expect(adopted(comm), 0, "calls that Python adopted")
+                notes.expect(calls_adopted(comm), 0, "calls that Python adopted")
         return notes
 
     assert found(comms, program) == []

@@ -15,19 +15,14 @@ import pytest
 from tests.support.credentials import Issuer
 from tests.support.native_ranks import (
     BOMBS,
-    CREDIT,
-    CTS,
     DATA,
-    DOWN,
     EAGER,
-    FIN,
-    GOODBYE,
     HEARTBEAT,
-    QUEUED,
     RTS,
     WITHDRAW,
     head,
     memory_kib,
+    random_frame,
 )
 from tests.support.quic_member import CONTROL_STREAM, DATA_STREAM, MESSAGES_STREAM, QuicMember
 from tests.support.quic_ranks import PATIENCE_S, Make, exchange, make, wait_for_all
@@ -107,20 +102,7 @@ def test_random_frames_of_a_peer_end_only_its_own_link(make: Make) -> None:
     for rank in range(1, turns + 1):
         with QuicMember(first.card(), issuer.credentials(rank), rank, 0, size) as member:
             for _ in range(rng.randrange(1, 12)):
-                kind = rng.choice(
-                    (EAGER, RTS, CTS, DATA, FIN, CREDIT, QUEUED, WITHDRAW, HEARTBEAT, DOWN, GOODBYE)
-                )
-                number = rng.choice((0, 1, 2, 5, 63, 1 << 20, (1 << 32) - 1, 1 << 63))
-                frame = head(
-                    kind,
-                    flags=rng.choice((0, 0, 1, 255)),
-                    header=rng.choice((0, 0, 3, 1024, 1025)),
-                    # Reports about other ranks are left out: a peer may send them.
-                    context=rng.choice((0, 1, 5, number)) if kind != DOWN else size + rng.randrange(9),
-                    tag=rng.choice((0, number)) if kind != DOWN else 0,
-                    nbytes=number if kind != DOWN else 0,
-                )
-                member.send(frame + rng.randbytes(rng.choice((0, 8, 16, 300))), rng.randrange(3))
+                member.send(random_frame(rng, size), rng.randrange(3))
     exchange(first, last, 2)
     assert IS_SANITIZED or memory_kib() - before < 16 * 1024
 

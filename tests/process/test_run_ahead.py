@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.engines import MakeWorld, found, outcome, world
+from tests.support.engines import MakeWorld, every_kind, found, outcome, world
 from tests.support.metronome import stopwatch
 from tests.support.oracle import Notes
 from tests.support.ranks import run_each, wait_until
@@ -24,7 +24,6 @@ from unisono.errors import CollectiveMismatch, PeerLost
 
 __all__ = ["world"]
 
-every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
 AHEAD_MAX = 240  # native/python/native_group.cpp
 PATIENCE_S = 30.0
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.engines import NO_STALL, MakeWorld, world
+from tests.support.engines import NO_STALL, MakeWorld, calls_adopted, every_kind, world
 from tests.support.processes import forked
 from tests.support.ranks import PATIENCE_S, run_each, wait_until
 from tests.support.system import skip_without
@@ -31,16 +31,6 @@ from unisono.errors import ClosedError, DeadlineExceeded, PeerAborted, PeerLost,
 from unisono.messaging.backend import Backend
 
 __all__ = ["world"]
-
-
-every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
-
-
-def adopted(comm: Communicator) -> int:
-    """The number of calls that Python adopted."""
-    native = comm._group.native
-    assert native is not None
-    return native.adopted
 
 
 def ramp(rank: int, count: int = 1021) -> np.ndarray[Any, Any]:
@@ -73,7 +63,7 @@ def test_a_waiting_thread_dispatches_completions_of_other_groups_and_stays_in_th
         return comm.start.all_reduce(ramp(comm.rank)).wait()
 
     def program(comm: Communicator) -> int:
-        before = adopted(comm)
+        before = calls_adopted(comm)
         for turn in range(5):
             group = comm.split(0)
             assert group is not None
@@ -83,7 +73,7 @@ def test_a_waiting_thread_dispatches_completions_of_other_groups_and_stays_in_th
                 group.close()
                 wait_until(lambda: 1 in groups[0]._group.state.left)  # rank 0 waits, and receives the goodbye
             assert np.array_equal(meet(comm), summed(2)), turn
-        return adopted(comm) - before
+        return calls_adopted(comm) - before
 
     assert run_each(program, list(comms)).values() == [0, 0]
 
@@ -111,7 +101,7 @@ def test_callbacks_get_the_work_on_the_ranks_own_thread_and_nothing_is_adopted(w
         works[0].add_done_callback(lambda work: mine.append((work, threading.current_thread().name)))
         wait_until(lambda: len(mine) == 4)
         assert mine[3] == (works[0], f"unisono-callbacks-{comm.rank}")
-        assert adopted(comm) == 0
+        assert calls_adopted(comm) == 0
 
     run_each(program, comms).values()
 
@@ -245,7 +235,7 @@ def test_wait_any_gives_the_one_that_has_ended_and_wait_some_all_of_them(world: 
     wait_until(lambda: works[2].done())
     assert uni.wait_some(works) == [2, 6]
     assert uni.wait_any(works, timeout=0) == 2
-    assert adopted(comms[1]) == 0
+    assert calls_adopted(comms[1]) == 0
     for tag in (0, 1, 3, 4, 5, 7):
         comms[0].send(np.arange(5.0) + tag, dst=1, tag=tag)
     uni.wait_all(works)
@@ -308,7 +298,7 @@ def test_a_wait_for_several_that_stalls_still_gets_its_message(world: MakeWorld)
     sender.start()
     assert uni.wait_any(works, timeout=PATIENCE_S) == 1
     sender.join()
-    assert adopted(comms[1]) == 0
+    assert calls_adopted(comms[1]) == 0
     for tag in (0, 2):
         comms[0].send(np.zeros(1), dst=1, tag=tag)
     assert len(uni.wait_all(works)) == 3
@@ -424,7 +414,7 @@ def test_polling_ends_and_gives_the_right_sums(world: MakeWorld):
             while not work.done():
                 pass
             assert np.array_equal(work.wait(timeout=0), summed(2, count))
-        assert adopted(comm) == 0
+        assert calls_adopted(comm) == 0
 
     run_each(program, comms).values()
 
@@ -454,7 +444,7 @@ def test_awaited_works_are_concluded_in_the_engine(world: MakeWorld, kind: str):
                 assert np.array_equal(await comm.start.all_reduce(ramp(comm.rank, count)), summed(2, count))
 
         asyncio.run(main())
-        assert adopted(comm) == 0
+        assert calls_adopted(comm) == 0
 
     run_each(program, comms).values()
 
@@ -501,7 +491,7 @@ def test_a_dropped_work_goes_on_and_frees_its_memory_when_it_ends(world: MakeWor
         assert "dropped before it ended" in str(warned[0].message)
         if is_late:
             comms[0]._group.state.adopt_started(all_messages=True)  # a message does not stall
-            wait_until(lambda: adopted(comms[0]) and adopted(comms[1]))
+            wait_until(lambda: calls_adopted(comms[0]) and calls_adopted(comms[1]))
         assert dropped[0]() is not None, "the engine still reads the memory"
         before = rss()
         comms[1].recv(taken, src=0)

@@ -21,7 +21,19 @@ from unisono.backends.native.backend import NativeBackend
 from unisono.comm.communicator import Communicator
 from unisono.config import Config
 
-__all__ = ["NO_STALL", "MakeWorld", "World", "found", "outcome", "world"]
+__all__ = [
+    "NO_STALL",
+    "MakeWorld",
+    "World",
+    "calls_adopted",
+    "calls_ended",
+    "every_kind",
+    "found",
+    "outcome",
+    "world",
+]
+
+every_kind = pytest.mark.parametrize("kind", ["shm", "tcp"])
 
 World = list[Communicator]
 MakeWorld = Callable[..., World]
@@ -54,6 +66,18 @@ def world(tmp_path: Path) -> Iterator[MakeWorld]:
     yield make
     run_each(lambda comm: comm.close(), made)
     gc.collect()
+
+
+def calls_ended(comm: Communicator) -> int:
+    """The number of calls that ended in the engine, without Python."""
+    assert comm._group.native is not None
+    return comm._group.native.ended
+
+
+def calls_adopted(comm: Communicator) -> int:
+    """The number of calls that Python adopted."""
+    assert comm._group.native is not None
+    return comm._group.native.adopted
 
 
 def found(comms: World, program: Callable[[Communicator], Notes]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -95,6 +96,23 @@ def head(
     kind: int, *, flags: int = 0, header: int = 0, context: int = 0, tag: int = 0, nbytes: int = 0
 ) -> bytes:
     return HEAD.pack(kind | flags << 8, 255, 0, header, context, tag, nbytes)
+
+
+def random_frame(rng: random.Random, size: int) -> bytes:
+    """A frame that a member of a world of this size may have invented, and bytes that follow it."""
+    kind = rng.choice((EAGER, RTS, CTS, DATA, FIN, CREDIT, QUEUED, WITHDRAW, HEARTBEAT, DOWN, GOODBYE))
+    number = rng.choice((0, 1, 2, 5, 63, 1 << 20, (1 << 32) - 1, 1 << 63))
+    # A peer may report other ranks, so a report is about a rank that does not exist.
+    is_report = kind == DOWN
+    frame = head(
+        kind,
+        flags=rng.choice((0, 0, 1, 255)),
+        header=rng.choice((0, 0, 3, 1024, 1025)),
+        context=size + rng.randrange(9) if is_report else rng.choice((0, 1, 5, CONTEXT, number)),
+        tag=0 if is_report else rng.choice((0, number)),
+        nbytes=0 if is_report else number,
+    )
+    return frame + rng.randbytes(rng.choice((0, 8, 16, 300)))
 
 
 # Lengths beyond the receiver's request, or beyond any allowed message.

@@ -40,14 +40,6 @@ every_half = pytest.mark.parametrize("dtype", HALVES, ids=str)
 MEANS = [dtype for dtype in DTYPES.values() if dtype.kind in (Kind.FLOAT, Kind.COMPLEX)]
 
 
-@pytest.fixture(params=_native.isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _native.isa()
-    _native.use_isa(request.param)
-    yield request.param
-    _native.use_isa(before)
-
-
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     """Silence NumPy's warnings of overflow and NaN, which are what is tested."""

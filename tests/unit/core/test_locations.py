@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -20,14 +19,6 @@ Array = np.ndarray[Any, Any]
 TYPES = [dtype for dtype in DTYPES.values() if dtype.kind in (Kind.INTEGER, Kind.FLOAT)]
 every_type = pytest.mark.parametrize("dtype", TYPES, ids=str)
 every_op = pytest.mark.parametrize("op", ["maxloc", "minloc"])
-
-
-@pytest.fixture(params=_native.isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _native.isa()
-    _native.use_isa(request.param)
-    yield request.param
-    _native.use_isa(before)
 
 
 def numpy_type(dtype: DType) -> np.dtype[Any]:
