@@ -15,17 +15,24 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.member import BULK, CONTROL, HEAD, Member, exactly
+from tests.support.native_ranks import (
+    CONTEXT,
+    CTS,
+    DATA,
+    EAGER,
+    FIN,
+    HEARTBEAT,
+    RTS,
+    SECRET,
+    WITHDRAW,
+    ended,
+    head,
+)
 
 from unisono.backends.native.backend import NativeBackend
 from unisono.config import Config
-from unisono.core.request import Request
-from unisono.core.runtime import Waiting
 
-CONTEXT = 0xBEEF
-SECRET = b"the job's secret"
-PATIENCE_S = 60
 RENDEZVOUS_ID = 1 << 32 | 5
-EAGER, RTS, CTS, DATA, FIN, _CREDIT, QUEUED, WITHDRAW, HEARTBEAT = range(2, 11)
 MATCHED, WITHDRAWN = 0, 1
 
 Make = Callable[..., list[NativeBackend]]
@@ -51,24 +58,11 @@ def make(tmp_path: Path) -> Iterator[Make]:
         backend.close()
 
 
-def ended(backend: NativeBackend, request: Request) -> Request:
-    event = backend.runtime.event()
-    request.notify(event.set)
-    assert backend.runtime.block(event, PATIENCE_S, lambda: Waiting(backend.rank, (), "a test")), (
-        "the request does not end"
-    )
-    return request
-
-
-def frame(kind: int, *, dtype: int = 255, context: int = 0, tag: int = 0, nbytes: int = 0) -> bytes:
-    return HEAD.pack(kind, dtype, 0, 0, context, tag, nbytes)
-
-
 def offer(nbytes: int, tag: int = 7) -> bytes:
-    return frame(RTS, context=CONTEXT, tag=tag, nbytes=nbytes) + struct.pack("<QQ", RENDEZVOUS_ID, 0)
+    return head(RTS, context=CONTEXT, tag=tag, nbytes=nbytes) + struct.pack("<QQ", RENDEZVOUS_ID, 0)
 
 
-def next_frame(member: Member, lane: int) -> tuple[int, int, int, int]:
+def next_head(member: Member, lane: int) -> tuple[int, int, int, int]:
     """Kind, dtype, context and bytes of the next frame that is not a heartbeat."""
     while True:
         word, dtype, _, _, context, _, nbytes = HEAD.unpack(exactly(member.lanes[lane], HEAD.size))
@@ -78,7 +72,7 @@ def next_frame(member: Member, lane: int) -> tuple[int, int, int, int]:
 
 def id_of_rts(member: Member) -> int:
     """The rendezvous id of the next RTS."""
-    assert next_frame(member, BULK)[0] == RTS
+    assert next_head(member, BULK)[0] == RTS
     return int(struct.unpack("<QQ", exactly(member.lanes[BULK], 16))[0])
 
 
@@ -87,12 +81,12 @@ def test_an_empty_rendezvous_ends_only_with_its_fin(make: Make) -> None:
     with Member(backend.card(), SECRET, 1, 0, 2) as member:
         receive = backend.start_recv(1, CONTEXT, 7, None)
         member.send(offer(0))
-        assert next_frame(member, CONTROL)[:3:2] == (CTS, RENDEZVOUS_ID)
+        assert next_head(member, CONTROL)[:3:2] == (CTS, RENDEZVOUS_ID)
         # The sender withdraws: the receive that accepted the RTS waits for another message.
-        member.send(frame(WITHDRAW, context=RENDEZVOUS_ID))
-        assert next_frame(member, CONTROL)[:3] == (FIN, WITHDRAWN, RENDEZVOUS_ID)
+        member.send(head(WITHDRAW, context=RENDEZVOUS_ID))
+        assert next_head(member, CONTROL)[:3] == (FIN, WITHDRAWN, RENDEZVOUS_ID)
         assert not receive.done
-        member.send(frame(EAGER, context=CONTEXT, tag=7, nbytes=3) + b"yes")
+        member.send(head(EAGER, context=CONTEXT, tag=7, nbytes=3) + b"yes")
         assert ended(backend, receive).data == b"yes"
 
 
@@ -101,10 +95,10 @@ def test_an_empty_rendezvous_whose_fin_comes_is_received(make: Make) -> None:
     with Member(backend.card(), SECRET, 1, 0, 2) as member:
         receive = backend.start_recv(1, CONTEXT, 7, None)
         member.send(offer(0))
-        assert next_frame(member, CONTROL)[:3:2] == (CTS, RENDEZVOUS_ID)
-        member.send(frame(DATA, context=RENDEZVOUS_ID))
+        assert next_head(member, CONTROL)[:3:2] == (CTS, RENDEZVOUS_ID)
+        member.send(head(DATA, context=RENDEZVOUS_ID))
         assert ended(backend, receive).data == b""
-        assert next_frame(member, CONTROL)[:3] == (FIN, MATCHED, RENDEZVOUS_ID)
+        assert next_head(member, CONTROL)[:3] == (FIN, MATCHED, RENDEZVOUS_ID)
 
 
 def test_an_empty_synchronous_send_is_sent_after_its_cts(make: Make) -> None:
@@ -113,10 +107,10 @@ def test_an_empty_synchronous_send_is_sent_after_its_cts(make: Make) -> None:
         send = backend.start_send(1, CONTEXT, 7, memoryview(b""), sync=True)
         rendezvous_id = id_of_rts(member)
         assert not send.done
-        member.send(frame(CTS, context=rendezvous_id), CONTROL)
-        assert next_frame(member, BULK) == (DATA, 0, rendezvous_id, 0)
+        member.send(head(CTS, context=rendezvous_id), CONTROL)
+        assert next_head(member, BULK) == (DATA, 0, rendezvous_id, 0)
         assert ended(backend, send).error is None
-        member.send(frame(FIN, dtype=MATCHED, context=rendezvous_id), CONTROL)
+        member.send(head(FIN, dtype=MATCHED, context=rendezvous_id), CONTROL)
 
 
 def test_an_empty_synchronous_send_that_was_cancelled_never_leaves(make: Make) -> None:
@@ -127,12 +121,12 @@ def test_an_empty_synchronous_send_that_was_cancelled_never_leaves(make: Make) -
         send.cancel()
         assert ended(backend, send).error is not None
         # Too late: our CTS crosses the sender's withdrawal.
-        member.send(frame(CTS, context=rendezvous_id), CONTROL)
-        assert next_frame(member, BULK)[:3:2] == (WITHDRAW, rendezvous_id)
-        member.send(frame(FIN, dtype=WITHDRAWN, context=rendezvous_id), CONTROL)
+        member.send(head(CTS, context=rendezvous_id), CONTROL)
+        assert next_head(member, BULK)[:3:2] == (WITHDRAW, rendezvous_id)
+        member.send(head(FIN, dtype=WITHDRAWN, context=rendezvous_id), CONTROL)
         # The link still works, and no other frame was sent.
         backend.start_send(1, CONTEXT, 7, memoryview(b"next"))
-        assert next_frame(member, BULK)[::3] == (EAGER, 4)
+        assert next_head(member, BULK)[::3] == (EAGER, 4)
 
 
 def test_a_long_message_may_be_confirmed_as_soon_as_its_last_byte_is_read(make: Make) -> None:
@@ -152,10 +146,10 @@ def test_a_long_message_may_be_confirmed_as_soon_as_its_last_byte_is_read(make: 
 
 def read_and_confirm(member: Member, rendezvous_id: int, nbytes: int) -> None:
     sock = member.lanes[BULK]
-    member.send(frame(CTS, context=rendezvous_id), CONTROL)
-    answer = frame(FIN, dtype=MATCHED, context=rendezvous_id)
+    member.send(head(CTS, context=rendezvous_id), CONTROL)
+    answer = head(FIN, dtype=MATCHED, context=rendezvous_id)
     while nbytes:
-        kind, _, context, left = next_frame(member, BULK)
+        kind, _, context, left = next_head(member, BULK)
         assert (kind, context) == (DATA, rendezvous_id)
         nbytes -= left
         while left:

@@ -1,4 +1,4 @@
-"""NumPy's results of the reduce operations, bit for bit as the kernels promise them, and operands for them."""
+"""NumPy's results of reductions, bit for bit as the kernels promise them, and operands for them."""
 
 from __future__ import annotations
 

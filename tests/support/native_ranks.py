@@ -93,9 +93,16 @@ def memory_kib() -> int:
 
 
 def head(
-    kind: int, *, flags: int = 0, header: int = 0, context: int = 0, tag: int = 0, nbytes: int = 0
+    kind: int,
+    *,
+    flags: int = 0,
+    dtype: int = 255,
+    header: int = 0,
+    context: int = 0,
+    tag: int = 0,
+    nbytes: int = 0,
 ) -> bytes:
-    return HEAD.pack(kind | flags << 8, 255, 0, header, context, tag, nbytes)
+    return HEAD.pack(kind | flags << 8, dtype, 0, header, context, tag, nbytes)
 
 
 def random_frame(rng: random.Random, size: int) -> bytes:

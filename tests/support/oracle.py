@@ -103,6 +103,16 @@ def result(name: str, op: str, shape: Any, size: int, *seed: object) -> Array:
     return _frozen(reduced(op, operands(name, op, shape, size, *seed)))
 
 
+def ramp(rank: int, count: int = 1021) -> Array:
+    """A rank's numbers, which differ by rank and index."""
+    return np.arange(count) * 3.0 + rank
+
+
+def summed(size: int, count: int = 1021) -> Array:
+    """The sum of the ramps of all ranks."""
+    return np.sum([ramp(rank, count) for rank in range(size)], axis=0)
+
+
 def _frozen(array: Array) -> Array:
     array.flags.writeable = False
     return array

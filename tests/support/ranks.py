@@ -30,6 +30,7 @@ __all__ = [
     "reference_local",
     "run_each",
     "run_ranks",
+    "sleep",
     "wait_until",
 ]
 
@@ -90,6 +91,11 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, config: Config | None 
 def reference_local(n: int, config: Config | None = None) -> list[uni.Communicator]:
     """In-process ranks on the Python backend, which uses the reference executor and can be killed."""
     return [uni.Communicator.world(backend) for backend in LocalBackend.create(n, config)]
+
+
+def sleep(comm: uni.Communicator, seconds: float) -> None:
+    """Sleep for virtual seconds; only in a simulation."""
+    comm.backend.runtime.sleep(seconds)
 
 
 def run_each(fn: Callable[[Any], Any], ranks: list[Any]) -> Ended:
