@@ -175,6 +175,16 @@ class Engine final : public PeerServices, private ConnectionOwner {
   void poll_events();
   void beat(std::int64_t now);
   void run();
+  // -- the steps of `close`
+  // Wait until everything is sent, and no handshake is under way.
+  void flush(Hold& held, std::int64_t flush_ns);
+  // End all operations, and send goodbyes.
+  void say_goodbyes(Hold& held);
+  void await_hang_ups(Hold& held, std::int64_t flush_ns);
+  // Make the background thread and every caller leave.
+  void stop(Hold& held);
+  bool is_each_peer(bool (*is_so)(const Peer&)) const;  // but those that are down
+  bool is_each_link(bool (*is_so)(const Link&)) const;
   // Wake the thread that sleeps for events: there is something to do.
   void wake_sleeper() {
     if (rest_ == Rest::epoll || is_sleeping_.load(std::memory_order_relaxed)) poller_.wake_poller();

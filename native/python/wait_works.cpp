@@ -66,63 +66,82 @@ bool has_task_ended(PyObject* work) {
   return has_ended.ptr() == Py_True;
 }
 
+// Works by how they are waited for.
+struct Sorted {
+  nb::list ended;  // their places in the list
+  std::vector<StartedCall*> active;
+  std::vector<PyObject*> adopted;
+};
+
+// Take the news of each work, and sort the works; with `is_one`, up to the first that has ended. Nothing if they cannot
+// be waited for in one engine.
+std::optional<Sorted> sort(const nb::tuple& works, bool is_one) {
+  Sorted sorted;
+  for (size_t i = 0; i < works.size(); ++i) {
+    PyObject* const work = PyTuple_GET_ITEM(works.ptr(), static_cast<Py_ssize_t>(i));
+    if (!PyObject_TypeCheck(work, work_base_type)) throw nb::type_error("allowed: works");
+    StartedCall* const one = as_work(work).started;
+    if (one == nullptr) return std::nullopt;
+    one->check_process();
+    if (one->state == StartedCall::State::active && one->call->take_ended()) one->settle();
+    one->wait_until_settled();
+    if (one->state == StartedCall::State::active && one->call->has_failed()) one->adopt();
+    const bool is_adopted = one->state == StartedCall::State::adopted;
+    if (is_adopted ? has_task_ended(work) : one->state == StartedCall::State::done) {
+      one->see();
+      sorted.ended.append(i);
+      if (is_one) return sorted;
+    } else if (is_adopted) {
+      sorted.adopted.push_back(work);
+    } else if (!sorted.active.empty() && &one->native.completions != &sorted.active[0]->native.completions) {
+      return std::nullopt;
+    } else {
+      sorted.active.push_back(one);
+    }
+  }
+  return sorted;
+}
+
+// Poll briefly, or wait for a slice of time without the GIL, until one of the active works is over or an adopted one
+// has ended.
+void wait_for_one(const std::vector<StartedCall*>& active, const AdoptedEnds& adopted, bool is_brief,
+                  std::int64_t until) {
+  const auto is_one_over = [&active, &adopted] {
+    return adopted.has_one() ||
+           std::any_of(active.begin(), active.end(), [](const StartedCall* one) { return one->call->is_over(); });
+  };
+  Engine& engine = active[0]->native.completions.engine();
+  std::deque<Pinned> pinned;
+  for (StartedCall* const one : active) pinned.emplace_back(*one);
+  if (is_brief) {
+    const Hold held = engine.hold();
+    engine.poll_briefly(is_one_over);
+  } else {
+    const GilReleased released;
+    Hold held = engine.hold();
+    engine.wait(held, is_one_over, until);
+  }
+}
+
 }  // namespace
 
 nb::object wait_works(nb::tuple works, double seconds, bool is_one) {
   const std::int64_t begun = now_ns();
   const std::int64_t limit = seconds < 0 ? never : begun + static_cast<std::int64_t>(seconds * 1e9);
-  std::vector<StartedCall*> active;
-  std::vector<PyObject*> adopted;
   std::optional<AdoptedEnds> adopted_ends;
   for (bool is_first = true;; is_first = false) {
-    nb::list ended;
-    active.clear();
-    adopted.clear();
-    for (size_t i = 0; i < works.size(); ++i) {
-      PyObject* const work = PyTuple_GET_ITEM(works.ptr(), static_cast<Py_ssize_t>(i));
-      if (!PyObject_TypeCheck(work, work_base_type)) throw nb::type_error("allowed: works");
-      StartedCall* const one = as_work(work).started;
-      if (one == nullptr) return nb::none();
-      one->check_process();
-      if (one->state == StartedCall::State::active && one->call->take_ended()) one->settle();
-      one->wait_until_settled();
-      if (one->state == StartedCall::State::active && one->call->has_failed()) one->adopt();
-      const bool is_adopted = one->state == StartedCall::State::adopted;
-      if (is_adopted ? has_task_ended(work) : one->state == StartedCall::State::done) {
-        one->see();
-        ended.append(i);
-        if (is_one) return std::move(ended);
-      } else if (is_adopted) {
-        adopted.push_back(work);
-      } else if (!active.empty() && &one->native.completions != &active[0]->native.completions) {
-        return nb::none();
-      } else {
-        active.push_back(one);
-      }
-    }
+    std::optional<Sorted> sorted = sort(works, is_one);
+    if (!sorted.has_value()) return nb::none();
+    const auto& [ended, active, adopted] = *sorted;
     const std::int64_t now = now_ns();
     if (ended.size() == 0) check_may_block();
-    if (ended.size() != 0 || (!is_first && now >= limit)) return std::move(ended);
+    if (ended.size() != 0 || (!is_first && now >= limit)) return std::move(sorted->ended);
     if (active.empty() || now >= begun + active[0]->native.message_stall_ns) return nb::none();
     if (!adopted_ends.has_value() || adopted_ends->size() != adopted.size()) {
       adopted_ends.emplace(*active[0]);
       for (PyObject* const work : adopted) adopted_ends->add(work);
     }
-    const auto is_one_over = [&active, &adopted_ends] {
-      return adopted_ends->has_one() ||
-             std::any_of(active.begin(), active.end(), [](const StartedCall* one) { return one->call->is_over(); });
-    };
-    Engine& engine = active[0]->native.completions.engine();
-    std::deque<Pinned> pinned;
-    for (StartedCall* const one : active) pinned.emplace_back(*one);
-    if (is_first) {
-      const Hold held = engine.hold();
-      engine.poll_briefly(is_one_over);
-    } else {
-      const GilReleased released;
-      Hold held = engine.hold();
-      engine.wait(held, is_one_over, std::min(limit, now + slice_ns));
-    }
+    wait_for_one(active, *adopted_ends, is_first, std::min(limit, now + slice_ns));
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
   }
 }
