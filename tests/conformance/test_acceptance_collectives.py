@@ -1,4 +1,4 @@
-"""Every collective by every algorithm, root and length, and the shapes of results, compared with the oracle."""
+"""Every collective by every algorithm, root and length, and the shapes of results, beside the oracle."""
 
 from __future__ import annotations
 
