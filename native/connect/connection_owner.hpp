@@ -13,6 +13,12 @@ namespace unisono::engine {
 
 class Peer;
 
+// Connections that a rank opens at a time. With TLS or QUIC each costs both sides milliseconds, and a hundred begun at
+// once on a few cores would all time out.
+inline constexpr size_t attempts_max = 16;
+// Refused callers that are kept for the log.
+inline constexpr size_t refusals_max = 8;
+
 class ConnectionOwner : public PingOwner {
  public:
   // Whether a caller that has proven its rank gets a link.

@@ -17,11 +17,6 @@ namespace unisono::engine {
 namespace {
 
 constexpr int ports_tried_max = 16;
-// Calls under way at a time. With TLS each costs both sides milliseconds, and a hundred begun at once on a few cores
-// would all time out.
-constexpr std::ptrdiff_t attempts_max = 16;
-// Refusals kept for the log.
-constexpr size_t refusals_max = 8;
 
 [[noreturn]] void fail(const std::string& why) { throw std::runtime_error(why); }
 
@@ -239,8 +234,9 @@ void Connector::connect_due() {
 }
 
 bool Connector::has_free_call() const {
-  return std::count_if(handshakes_.begin(), handshakes_.end(),
-                       [this](const auto& h) { return h->is_under_way(beat_ns_); }) < attempts_max;
+  const auto under_way = std::count_if(handshakes_.begin(), handshakes_.end(),
+                                       [this](const auto& h) { return h->is_under_way(beat_ns_); });
+  return static_cast<size_t>(under_way) < attempts_max;
 }
 
 void Connector::attempt(Handshake& h) {

@@ -14,9 +14,6 @@
 namespace unisono::engine {
 namespace {
 
-// Calls under way at a time: each costs both sides milliseconds.
-constexpr size_t attempts_max = 16;
-constexpr size_t refusals_max = 8;
 // With more strangers than this, a newcomer proves its address first.
 constexpr size_t strangers_unproven_max = 16;
 // The datagrams of a handshake are padded, and repeated by us: a stranger may send, and gets, this many times the bytes

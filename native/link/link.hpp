@@ -13,6 +13,9 @@
 
 namespace unisono::engine {
 
+// Payload of a data frame: long enough that its head costs nothing, short enough that other messages get their turn.
+inline constexpr size_t data_frame_bytes = 1 << 20;
+
 // The word in shared memory that belongs to an RTS, and says which side may touch the message's memory. Both sides
 // change it by compare-and-swap, so that a claim and a withdrawal cannot both succeed. A word outside the enum is a
 // fault of the peer and allows nothing.

@@ -5,8 +5,6 @@
 namespace unisono::engine {
 namespace {
 
-// Payload of a data frame: long enough that its head costs nothing, short enough that other messages get their turn.
-constexpr size_t data_frame_bytes = 1 << 20;
 // Payload that may wait here to be sent: enough for the next turns.
 constexpr size_t data_waiting_bytes = 256 * 1024;
 // Short frames that are kept until they are acknowledged, beside what the credit bounds: as much as the path takes in a

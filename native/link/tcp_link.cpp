@@ -12,8 +12,6 @@
 namespace unisono::engine {
 namespace {
 
-// Payload of a data frame: long enough that its head costs nothing, short enough that other streams get their turn.
-constexpr size_t data_frame_bytes = 1 << 20;
 // Bytes that may wait here for a blocked connection, beside what the credit bounds.
 constexpr size_t waiting_bytes_max = 512 * 1024;
 // Frames up to short_bytes are copied together and go out in one system call.

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <climits>
 
+#include "python/blocking.hpp"
 #include "python/py_engine.hpp"
 
 namespace unisono {
@@ -19,6 +20,7 @@ engine::CompletionQueue& completions_of(nb::handle engine) { return nb::cast<PyE
 void bind_engine(nb::module_& m) {
   m.attr("CONTROL_EAGER_BYTES_SHM") = shm_eager_bytes_max(Lane::control);
   m.attr("CONTROL_EAGER_BYTES_SOCKET") = eager_bytes_max_of(Lane::control);
+  m.attr("SIGNAL_CHECK_S") = static_cast<double>(signal_check_ns) / 1e9;
   nb::exception<ForkedError>(m, "ForkedError", PyExc_RuntimeError);
   nb::class_<PyEngine>(m, "Engine")
       .def(

@@ -12,6 +12,7 @@
 #include "collective/size_class.hpp"
 #include "engine/engine.hpp"
 #include "kernels/isa.hpp"
+#include "python/blocking.hpp"
 #include "python/fingerprint_bytes.hpp"
 #include "python/object_payload.hpp"
 #include "python/unwinding.hpp"
@@ -22,8 +23,6 @@ using namespace engine;
 
 namespace {
 
-// How often a thread that waits looks for signals.
-constexpr std::int64_t slice_ns = 50 * millisecond;
 // Up to this many bytes a call first looks for its end with the GIL held: letting go and taking it back costs as much
 // as the rest of the call, and others wait for microseconds.
 constexpr uint64_t poll_bytes_max = 16 * 1024;
@@ -265,8 +264,8 @@ Call::Waited Call::wait(std::int64_t limit_ns) {
       Hold held = group_.completions.engine().hold();
       now = now_ns();
       has_other = group_.completions.wait_until(
-          held, [this] { return has_ended() || wants_memory(); }, std::min({now + slice_ns, attention, limit_ns}),
-          flight.is_interrupted);
+          held, [this] { return has_ended() || wants_memory(); },
+          std::min({now + signal_check_ns, attention, limit_ns}), flight.is_interrupted);
       now = now_ns();
     }
     {

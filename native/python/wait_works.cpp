@@ -16,8 +16,6 @@ using namespace engine;
 
 namespace {
 
-constexpr std::int64_t slice_ns = 50 * millisecond;  // between two looks for signals
-
 // While it lives, the end of works that Python has adopted makes a thread look that waits in the engine.
 class AdoptedEnds {
  public:
@@ -141,7 +139,7 @@ nb::object wait_works(nb::tuple works, double seconds, bool is_one) {
       adopted_ends.emplace(*active[0]);
       for (PyObject* const work : adopted) adopted_ends->add(work);
     }
-    wait_for_one(active, *adopted_ends, is_first, std::min(limit, now + slice_ns));
+    wait_for_one(active, *adopted_ends, is_first, std::min(limit, now + signal_check_ns));
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
   }
 }

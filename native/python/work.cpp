@@ -19,8 +19,6 @@ PyTypeObject* work_base_type = nullptr;
 
 namespace {
 
-constexpr std::int64_t slice_ns = 50 * millisecond;  // between two looks for signals
-
 // For functions that the interpreter calls.
 template <class Body>
 PyObject* translate_errors(const Body& body) {
@@ -376,7 +374,7 @@ nb::list NativeGroup::works_to_adopt(bool only_overdue, bool all_messages) {
     if (!only_overdue && !all_messages && !one->spec.is_collective() && one->call->is_open()) continue;
     if (one->waiters != 0)
       // Its thread lets Python adopt it, unless a signal handler raises there just now.
-      next = std::min(next, std::max(one->attention_at, now_ns() + slice_ns));
+      next = std::min(next, std::max(one->attention_at, now_ns() + signal_check_ns));
     else if (one->attention_at <= now)
       works.append(nb::borrow(reinterpret_cast<PyObject*>(one->work)));
     else

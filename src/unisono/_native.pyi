@@ -54,6 +54,8 @@ def result_memory(length: int, /) -> BlobMemory: ...
 # The longest eager message that the control lane of a link carries: shared memory, TCP and QUIC.
 CONTROL_EAGER_BYTES_SHM: int
 CONTROL_EAGER_BYTES_SOCKET: int
+# The longest wait in the engine before Python looks for signals: see native/python/blocking.hpp.
+SIGNAL_CHECK_S: float
 
 # A plan for the engine, for all counts: see native/collective/program.hpp. Rows: cuts (kind, of, parts);
 # points (base, atom, times), from point 1 on; steps (step, peer, dst_buf, dst, dst_stop, src_buf, src,

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.conformance.test_properties import PROPERTIES, reduced
-from tests.support.lost_ranks import KILLED_S, lose_rank
+from tests.support.bounds import REPORTED_WITHIN_S
+from tests.support.lost_ranks import lose_rank
 from tests.support.processes import Failed, forked, run_processes
 from tests.support.rank_pool import ended_in_pool
 
@@ -149,7 +150,7 @@ def test_a_killed_rank_is_known_to_all_within_the_bound() -> None:
     for lost in lose_rank("gloo", signal.SIGKILL):
         assert lost.ranks == (1,)
         assert "closed its connection" in lost.text
-        assert lost.after_s < 2 * KILLED_S
+        assert lost.after_s < REPORTED_WITHIN_S
 
 
 @pytest.mark.parametrize("is_given_up_first", [True, False])

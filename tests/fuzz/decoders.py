@@ -24,11 +24,11 @@ from unisono.bootstrap import protocol
 from unisono.bootstrap.limits import REQUEST_BYTES_MAX
 from unisono.bootstrap.ticket import Ticket
 from unisono.comm.control_messages import CallReport, GroupFailure, decode
-from unisono.comm.fingerprint import FINGERPRINT_BYTES
 from unisono.comm.mismatch import Mismatch
 from unisono.comm.world import card_of
 from unisono.core import codec
 from unisono.errors import ProtocolError, UsageError
+from unisono.messaging.stage import FINGERPRINT_BYTES
 from unisono.rpc.frame import arguments_of, open_frame, texts_of
 
 CORPUS = Path(__file__).parent.parent / "corpus"

@@ -26,7 +26,7 @@ from unisono.errors import PeerLost
 
 pytestmark = pytest.mark.more
 
-CALLS_MAX = 16  # connect/connector.cpp
+CALLS_MAX = 16  # connect/connection_owner.hpp
 
 __all__ = ["rank_zero"]
 

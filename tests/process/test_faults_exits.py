@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.bounds import REPORTED_WITHIN_S
 from tests.support.faults import (
-    REPORTED_WITHIN_S,
     all_ready,
     each_backend,
     in_world,

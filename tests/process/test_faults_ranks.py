@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.bounds import CTRL_C_WITHIN_S, REPORTED_WITHIN_S, SILENT_WITHIN_S
 from tests.support.faults import (
-    REPORTED_WITHIN_S,
     all_ready,
     each_backend,
     each_link,
@@ -43,8 +43,6 @@ from unisono.errors import BackendUnavailable, DeadlineExceeded, PeerLost, Uniso
 
 pytestmark = pytest.mark.more
 
-SILENT_WITHIN_S = 6.0
-CTRL_C_WITHIN_S = 0.4
 SYS_PIDFD_OPEN, SYS_PIDFD_GETFD = 434, 438
 CLONE_NEWNET = 0x40000000
 

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+from tests.support.bounds import REPORTED_WITHIN_S
 from tests.support.failing_ranks import one_collective
 from tests.support.metronome import Metronome
 from tests.support.processes import BINDERS, KINDS, Failed, forked
@@ -31,7 +32,6 @@ from unisono.messaging.backend import Backend
 
 SIZE = 8
 NATIVE = [kind for kind in KINDS if kind not in BINDERS]
-REPORTED_WITHIN_S = 1.0  # twice the documented 0.5 s
 CONFIGS = (
     {},
     {"segment_bytes": 1024, "eager_bytes": 128, "eager_credit_bytes": 1024, "window_segments": 2},

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.bounds import REPORTED_WITHIN_S
 from tests.support.metronome import Metronome
 
 import unisono as uni
@@ -23,9 +24,7 @@ from unisono.errors import (
 from unisono.plans import CATALOG
 
 __all__ = [
-    "CTRL_C_WITHIN_S",
     "NAMED",
-    "REPORTED_WITHIN_S",
     "SMALL",
     "DyingBackend",
     "ProgramError",
@@ -43,8 +42,6 @@ __all__ = [
     "survive_and_leave",
 ]
 
-REPORTED_WITHIN_S = 1.0
-CTRL_C_WITHIN_S = 0.4
 # Short segments and little credit: many messages, so a rank can die at many points.
 SMALL = Config(segment_bytes=256, eager_bytes=128, eager_credit_bytes=1024, window_segments=2)
 NAMED = {

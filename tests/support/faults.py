@@ -22,7 +22,6 @@ from unisono.errors import PeerAborted, PeerLost
 from unisono.messaging.peer_down import PeerDown
 
 __all__ = [
-    "REPORTED_WITHIN_S",
     "Ends",
     "all_ready",
     "each_backend",
@@ -32,8 +31,6 @@ __all__ = [
     "rank_zero",
     "until_lost",
 ]
-
-REPORTED_WITHIN_S = 1.0
 
 # Gloo has no heartbeats, so a stopped rank is not detected there.
 _MORE_LINKS = {kind: pytest.param(kind, marks=pytest.mark.more) for kind in ("tls", "quic", "gloo", "iroh")}

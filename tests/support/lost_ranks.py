@@ -14,11 +14,7 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import PeerLost
 from unisono.messaging.backend import Backend
 
-__all__ = ["KILLED_S", "SILENT_S", "Lost", "lose_rank"]
-
-# docs/backends.md: a killed rank is known to all on its host within the first, to others within the second.
-KILLED_S = 0.5
-SILENT_S = 3.0
+__all__ = ["Lost", "lose_rank"]
 
 
 class Lost(NamedTuple):

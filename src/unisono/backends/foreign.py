@@ -29,7 +29,7 @@ from unisono.core.request import HeaderMismatch, Request
 from unisono.core.runtime import Runtime
 from unisono.messaging.backend import Backend
 from unisono.messaging.peer_down import PeerDown
-from unisono.messaging.stage import Stage
+from unisono.messaging.stage import FINGERPRINT_BYTES, Stage
 from unisono.plans.catalog import reduces
 from unisono.plans.steps import Buf, Problem
 
@@ -45,7 +45,6 @@ __all__ = [
 
 Array = np.ndarray[Any, Any]
 
-_FINGERPRINT_BYTES: Final = 16
 _HEAD_BYTES: Final = 32  # the fingerprint, a note, and padding that aligns the operand
 # 512 bytes of operand cost a library nothing that can be measured; 4 KiB do.
 _OPERAND_BYTES: Final = 512
@@ -185,7 +184,7 @@ class Agreement:
         self._memory: Mapping[Any, Array] = {}
         self.mine = bytearray(PREAMBLE_BYTES)
         self.everyone = bytearray(PREAMBLE_BYTES * problem.size)
-        self.mine[:_FINGERPRINT_BYTES] = stage.header
+        self.mine[:FINGERPRINT_BYTES] = stage.header
         # Whether the preambles carry all that the collective needs.
         nbytes = 0 if problem.collective == "barrier" else _operand_bytes(problem, stage)
         self.is_sufficient = nbytes <= _OPERAND_BYTES
@@ -202,7 +201,7 @@ class Agreement:
     def write(self, memory: Mapping[Any, Array], note: int = 0) -> None:
         """Write this rank's preamble for a call on `memory`."""
         self._memory = memory
-        self.mine[_FINGERPRINT_BYTES] = note
+        self.mine[FINGERPRINT_BYTES] = note
         if self._operands:
             self._operand[:] = _operand_of(self._problem, memory, self._rank)
 
@@ -211,7 +210,7 @@ class Agreement:
         # A loop, because a generator expression costs more than the comparisons.
         fingerprint, everyone = self._stage.header, self.everyone
         for at in range(0, len(everyone), PREAMBLE_BYTES):
-            if everyone[at : at + _FINGERPRINT_BYTES] != fingerprint:
+            if everyone[at : at + FINGERPRINT_BYTES] != fingerprint:
                 return False
         return True
 
@@ -219,7 +218,7 @@ class Agreement:
         """The error of an agreement that was not unanimous; it names a rank of the backend that differs."""
         stage, everyone = self._stage, self.everyone
         theirs = [
-            bytes(everyone[at : at + _FINGERPRINT_BYTES]) for at in range(0, len(everyone), PREAMBLE_BYTES)
+            bytes(everyone[at : at + FINGERPRINT_BYTES]) for at in range(0, len(everyone), PREAMBLE_BYTES)
         ]
         peer = next(rank for rank, fingerprint in enumerate(theirs) if fingerprint != stage.header)
         there = peer if stage.rank_map is None else stage.rank_map.to_global(peer)
@@ -227,7 +226,7 @@ class Agreement:
 
     def notes(self) -> bytes:
         """What each rank noted."""
-        return bytes(self.everyone[_FINGERPRINT_BYTES::PREAMBLE_BYTES])
+        return bytes(self.everyone[FINGERPRINT_BYTES::PREAMBLE_BYTES])
 
     def conclude(self) -> None:
         """Compute the result from the operands in the preambles."""

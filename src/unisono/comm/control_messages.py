@@ -17,7 +17,6 @@ import msgspec
 from msgspec import Meta
 
 from unisono.comm.deadlock import RankState
-from unisono.comm.fingerprint import FINGERPRINT_BYTES
 from unisono.core.envelope import Lane
 from unisono.errors import (
     CollectiveMismatch,
@@ -29,6 +28,7 @@ from unisono.errors import (
     ProtocolError,
     UnisonoError,
 )
+from unisono.messaging.stage import FINGERPRINT_BYTES
 
 __all__ = [
     "CALLED_MAX",

@@ -23,11 +23,11 @@ from unisono.comm.verb_table import COLLECTIVES, Fact, verbs_with
 from unisono.core.dtypes import DTYPES, DType
 from unisono.core.envelope import UNTYPED
 from unisono.core.ops import OP_NAMES, ReduceOp
+from unisono.messaging.stage import FINGERPRINT_BYTES
 from unisono.plans.catalog import ALGORITHM_NAMES
 
 __all__ = [
     "COUNT_ANY",
-    "FINGERPRINT_BYTES",
     "FORGOTTEN",
     "NOTHING",
     "Fingerprint",
@@ -46,7 +46,6 @@ __all__ = [
 _SHOWN_WHOLE: Final = verbs_with(Fact.SHAPED | Fact.CUT | Fact.FUSED)
 _ROOTED: Final = verbs_with(Fact.ROOTED)
 
-FINGERPRINT_BYTES: Final = 16
 # Stands for a call of this rank that is no longer in its call log. No verb has number 0.
 FORGOTTEN: Final = bytes(FINGERPRINT_BYTES)
 _FORGOTTEN_WORDS: Final = "(another call, made long ago)"

@@ -22,7 +22,7 @@ from unisono.comm.control_messages import (
     StallQuery,
     StallReply,
 )
-from unisono.comm.fingerprint import FINGERPRINT_BYTES, seed_of, words_of
+from unisono.comm.fingerprint import seed_of, words_of
 from unisono.comm.group_state import GroupState, Pending
 from unisono.comm.operations import Operations
 from unisono.core.buffers import arguments
@@ -40,6 +40,7 @@ from unisono.errors import (
 )
 from unisono.messaging.backend import Backend
 from unisono.messaging.peer_down import PeerDown
+from unisono.messaging.stage import FINGERPRINT_BYTES
 
 __all__ = ["Group", "context_of", "descriptor_of"]
 

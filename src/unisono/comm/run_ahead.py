@@ -9,12 +9,13 @@ the last call.
 from __future__ import annotations
 
 from unisono.comm.control_messages import CallReport, StallQuery, StallReply
-from unisono.comm.fingerprint import FINGERPRINT_BYTES, FORGOTTEN
+from unisono.comm.fingerprint import FORGOTTEN
 from unisono.comm.group_state import GroupState
 from unisono.comm.mismatch_collector import MismatchCollector
 from unisono.core.call import Call, Steps
 from unisono.core.envelope import Lane
 from unisono.errors import CollectiveMismatch
+from unisono.messaging.stage import FINGERPRINT_BYTES
 
 __all__ = ["RunAhead"]
 

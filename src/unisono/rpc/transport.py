@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
 
-from unisono._native import CERTAIN_BLOB_BYTES
+from unisono._native import CERTAIN_BLOB_BYTES, SIGNAL_CHECK_S
 from unisono.core.envelope import ANY, Lane, Tags
 from unisono.core.request import Request
 from unisono.core.runtime import Deadline, Runtime, Waiting, refuse_blocking
@@ -49,8 +49,6 @@ OnDone: TypeAlias = Callable[[BaseException | None], None]
 
 # How long a thread of the pool reads at a time.
 _READ_S: Final = 1.0
-# How long a waiting thread reads before Python checks for signals.
-_SLICE_S: Final = 0.05
 # How long a waiting thread sleeps while another one reads; that one, or a signal, wakes it earlier.
 _SLEEP_S: Final = 1.0
 # When a peer is lost: how often to check whether other threads have dispatched the frames they took, and for
@@ -392,7 +390,7 @@ class MailboxTransport(RpcTransport):
             with self._runtime.defer_signals():
                 is_leader = self._lead.acquire(blocking=False)
                 if is_leader:
-                    self._read_as_leader(waitable, min(left, _SLICE_S))
+                    self._read_as_leader(waitable, min(left, SIGNAL_CHECK_S))
             if not is_leader:
                 self._follow(waitable, min(left, _SLEEP_S))
 

@@ -56,7 +56,7 @@ class Member(Protocol):
 
 
 class Verdicts:
-    """Turns silence into verdicts, by the engine's rule (native/engine/engine_links.cpp, Engine::on_rank_down).
+    """Turns silence into verdicts by the rule of the engine (Engine::on_rank_down, engine_links.cpp).
 
     A rank that has a link with another decides for itself: it declares the other dead after `silence_s` of
     silence, or when the other end closes the link, and ignores reports about it. A rank without a link could

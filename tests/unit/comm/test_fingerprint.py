@@ -16,7 +16,6 @@ from unisono.comm import mismatch
 from unisono.comm.control_messages import CallReport
 from unisono.comm.fingerprint import (
     COUNT_ANY,
-    FINGERPRINT_BYTES,
     FORGOTTEN,
     NOTHING,
     Fingerprint,
@@ -33,6 +32,7 @@ from unisono.comm.verb_table import COLLECTIVES, Fact, verbs_with
 from unisono.comm.verbs import ReferenceVerbs
 from unisono.core.dtypes import DTYPES
 from unisono.core.ops import OP_NAMES, as_op
+from unisono.messaging.stage import FINGERPRINT_BYTES
 from unisono.plans.catalog import ALGORITHM_NAMES, CATALOG
 
 WIDTHS = (8, 8, 8, 8, 20, 4, 40, 32)

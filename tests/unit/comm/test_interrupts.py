@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.bounds import CTRL_C_WITHIN_S
 from tests.support.failing_ranks import (
-    CTRL_C_WITHIN_S,
     ProgramError,
     close_all,
     metronome,  # noqa: F401

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from unisono import _native
+from unisono._native import SIGNAL_CHECK_S
 from unisono.backends.native.completions import CompletionDispatcher
 from unisono.backends.native.signals import DEFERRED, DeferredSignals
 from unisono.core.clock import RealRuntime
@@ -14,8 +15,6 @@ from unisono.core.runtime import Event, Waiting
 
 __all__ = ["NativeRuntime"]
 
-# Longest wait in the engine before Python checks for signals.
-_SLICE_S = 0.05
 # How long a caller that polls looks for progress: some looks at the links, and less than a call takes.
 _POLL_S = 20e-6
 # How long to wait for another thread that dispatches: long for what has come, short if a callback is slow.
@@ -81,7 +80,7 @@ class NativeRuntime(RealRuntime):
     def block(
         self, event: Event, timeout: float | None, waiting: Callable[[], Waiting], *, is_limited: bool = True
     ) -> bool:
-        """Wait for the event and dispatch completions meanwhile; signals are checked every 50 ms."""
+        """Wait for the event and dispatch completions meanwhile; signals are checked every SIGNAL_CHECK_S."""
         assert isinstance(event, EngineEvent)
         completions, engine = self._completions, self._completions.engine
         end = None if timeout is None else self.now() + timeout
@@ -94,7 +93,7 @@ class NativeRuntime(RealRuntime):
                 interrupt_count = engine.interrupt_count()
                 if event.is_set():
                     break
-                left = _SLICE_S if end is None else min(_SLICE_S, end - self.now())
+                left = SIGNAL_CHECK_S if end is None else min(SIGNAL_CHECK_S, end - self.now())
                 if left <= 0:
                     return False
                 is_dispatching = completions.is_dispatching()
