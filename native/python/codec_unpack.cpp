@@ -1,42 +1,12 @@
 #include <cstring>
-#include <memory>
 
 #include "python/argument.hpp"
-#include "python/blob_memory.hpp"
 #include "python/codec.hpp"
+#include "python/codec_blobs.hpp"
+#include "python/codec_keys.hpp"
 
 namespace unisono::codec {
 namespace {
-
-// Short keys of dicts, so that a list of dicts with the same keys makes each key once. Good for one call.
-class Keys {
- public:
-  ~Keys() {
-    for (PyObject* key : keys_) Py_XDECREF(key);
-  }
-
-  // Null if there is no such text, with the exception set.
-  PyObject* get(const byte* data, size_t bytes) {
-    uint64_t first = 0, last = 0;
-    if (bytes >= 8) {
-      std::memcpy(&first, data, 8);
-      std::memcpy(&last, data + bytes - 8, 8);
-    } else {
-      std::memcpy(&first, data, bytes);
-    }
-    PyObject*& kept = keys_[((first ^ (last << 1) ^ bytes) * 0x9E3779B97F4A7C15u) >> 58];
-    if (kept != nullptr && static_cast<size_t>(PyUnicode_GET_LENGTH(kept)) == bytes &&
-        std::memcmp(PyUnicode_1BYTE_DATA(kept), data, bytes) == 0)
-      return Py_NewRef(kept);
-    PyObject* const made =
-        PyUnicode_DecodeUTF8(reinterpret_cast<const char*>(data), static_cast<Py_ssize_t>(bytes), nullptr);
-    if (made != nullptr && PyUnicode_IS_COMPACT_ASCII(made)) Py_XSETREF(kept, Py_NewRef(made));
-    return made;
-  }
-
- private:
-  PyObject* keys_[64] = {nullptr};
-};
 
 bool is_ascii(const byte* data, size_t bytes) {
   uint8_t all = 0;
@@ -46,70 +16,6 @@ bool is_ascii(const byte* data, size_t bytes) {
 
 // What arrays need to be used where they are: as much as every element of theirs.
 constexpr size_t array_alignment = 16;
-
-struct Blob {
-  const byte* data = nullptr;
-  PyObject* owner = nullptr;  // borrowed; null: the memory may be read now and never again
-  size_t offset = 0;          // of the data in the owner's memory
-  bool is_writable = false;
-  PyObject* whole = nullptr;  // borrowed; an object that the data is all of
-};
-
-// Where the blobs are.
-class Blobs {
- public:
-  virtual ~Blobs() = default;
-  // The next one; false if there is none of this length.
-  virtual bool next(size_t bytes, Blob& blob) = 0;
-  // Whether every one was asked for.
-  virtual bool are_all_used() const = 0;
-};
-
-class BlobsInOnePiece : public Blobs {
- public:
-  BlobsInOnePiece(const byte* data, size_t bytes, size_t head_bytes, PyObject* memory)
-      : data_(data), bytes_(bytes), end_(head_bytes), memory_(memory) {}
-
-  bool next(size_t bytes, Blob& blob) override {
-    const size_t start = aligned(end_);
-    if (start > bytes_ || bytes > bytes_ - start) return false;
-    end_ = aligned(start + bytes);
-    blob = {data_ + start, memory_, start, memory_ != nullptr, nullptr};
-    return true;
-  }
-  bool are_all_used() const override { return end_ == bytes_; }
-
- private:
-  const byte* data_;
-  size_t bytes_, end_;
-  PyObject* memory_;
-};
-
-class BlobsInParts : public Blobs {
- public:
-  BlobsInParts(PyObject* const* owners, size_t count) : owners_(owners), count_(count), views_(new Py_buffer[count]) {}
-  ~BlobsInParts() override {
-    for (size_t i = 0; i < used_; ++i) PyBuffer_Release(&views_[i]);
-  }
-
-  bool next(size_t bytes, Blob& blob) override {
-    if (used_ == count_) return false;
-    PyObject* const owner = owners_[used_];
-    Py_buffer& view = views_[used_];
-    if (PyObject_GetBuffer(owner, &view, PyBUF_SIMPLE) != 0) return false;
-    ++used_;
-    if (static_cast<size_t>(view.len) != bytes) return false;
-    PyObject* const lender = owner_of_blob(owner);
-    blob = {static_cast<const byte*>(view.buf), owner, 0, !view.readonly, lender != nullptr ? lender : owner};
-    return true;
-  }
-  bool are_all_used() const override { return used_ == count_; }
-
- private:
-  PyObject* const* owners_;
-  size_t count_, used_ = 0;
-  std::unique_ptr<Py_buffer[]> views_;
-};
 
 // Reads a head. Every function that returns an object returns null with an exception set.
 class Unpacker {

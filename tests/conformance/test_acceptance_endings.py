@@ -403,7 +403,7 @@ def test_ranks_that_all_wait_for_each_other_get_a_deadlock_error() -> None:
 
 # -- ranks that call different things ---------------------------------------------------------------------
 
-f32, f64 = np.float32, np.float64
+f32 = np.float32
 MISMATCHES: dict[str, tuple[Callable[[uni.Communicator], Any], Callable[[uni.Communicator], Any]]] = {
     "collective": (lambda c: c.all_reduce(np.ones(5)), lambda c: c.all_gather(np.ones(5))),
     "barrier": (lambda c: c.barrier(), lambda c: c.all_reduce(np.ones(5))),

@@ -75,7 +75,6 @@ def _bits(tensor: torch.Tensor) -> bytes:
 
 
 NUMPY_TYPES = [np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name) for name in DTYPES]
-TORCH_TYPES = [getattr(torch, name) for name in DTYPES]
 
 
 @st.composite
