@@ -50,8 +50,8 @@ bool RunReceive::has_fixed_buffer() const { return run_.piece(piece).step == Ste
 byte* RunReceive::buffer() {
   const Piece& p = run_.piece(piece);
   if (p.step == Step::recv) return run_.at(p.dst_buf, p.dst);
-  if (way == Way::open) way = run_.bound_.waits[piece] == 0 ? Way::direct : Way::landing;
-  return way == Way::landing ? landing.at() : nullptr;
+  if (way == Way::open) way = run_.bound_.waits[piece] == 0 ? Way::direct : Way::staged;
+  return way == Way::staged ? staging.at() : nullptr;
 }
 
 void RunReceive::write(uint64_t offset, const byte* from, size_t bytes) {
@@ -313,7 +313,7 @@ void Run::do_local(uint32_t index) {
     case Step::reduce: combine(p, 0, at(p.src_buf, p.src), bytes_of(p)); break;
     default: {
       RunReceive& receive = *std::exchange(arrived_[index], nullptr);
-      combine(p, 0, receive.landing.at(), bytes_of(p));
+      combine(p, 0, receive.staging.at(), bytes_of(p));
       release(receive);
       break;
     }
@@ -381,8 +381,8 @@ MatchResult Run::on_match(RunReceive& receive, const Envelope& envelope) {
   }
   state.is_introduced = true;
   if (p.step == Step::recv_reduce && bound_.waits[receive.piece] != 0 && awaited != 0) {
-    if (receive.landing.at() == nullptr) receive.landing = scratch_.take(awaited);
-    if (receive.landing.at() == nullptr) {
+    if (receive.staging.at() == nullptr) receive.staging = scratch_.take(awaited);
+    if (receive.staging.at() == nullptr) {
       outcome = Outcome::no_memory;
       return MatchResult::reject;
     }
@@ -412,7 +412,7 @@ void Run::on_received(RunReceive& receive, Outcome how) {
       fail(how, lines_[p.line].peer);
     else if (!lines_[p.line].is_deserted)
       fail(outcome, lines_[p.line].peer);
-  } else if (receive.way != RunReceive::Way::landing) {
+  } else if (receive.way != RunReceive::Way::staged) {
     release(receive);
     finish(index);
   } else {
@@ -425,7 +425,7 @@ void Run::on_received(RunReceive& receive, Outcome how) {
 // Free a receive's slot in the window.
 void Run::release(RunReceive& receive) {
   const uint32_t line = piece(receive.piece).line;
-  if (receive.landing.at() != nullptr) scratch_.give_back(std::exchange(receive.landing, {}));
+  if (receive.staging.at() != nullptr) scratch_.give_back(std::exchange(receive.staging, {}));
   --lines_[line].receiving;
   spare_receives_.push_back(&receive);
   mark(line);

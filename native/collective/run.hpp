@@ -52,11 +52,11 @@ class RunReceive final : public Receive {
   uint32_t piece = 0;
   bool is_active = false;
   bool is_first = false;  // of its line: it brings the peer's header
-  enum class Way : uint8_t { open, direct, landing };
+  enum class Way : uint8_t { open, direct, staged };
   Way way = Way::open;  // decided when the first bytes come
   uint8_t cut_bytes = 0;
   byte cut[16];  // the begin of an element whose rest comes with the next bytes
-  Scratch::Block landing;
+  Scratch::Block staging;
 
  private:
   Run& run_;

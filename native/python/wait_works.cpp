@@ -71,7 +71,7 @@ struct Sorted {
   std::vector<PyObject*> adopted;
 };
 
-// Take the news of each work, and sort the works; with `is_one`, up to the first that has ended. Nothing if they cannot
+// Settle the works that have ended, and sort all; with `is_one`, up to the first that has ended. Nothing if they cannot
 // be waited for in one engine.
 std::optional<Sorted> sort(const nb::tuple& works, bool is_one) {
   Sorted sorted;

@@ -143,7 +143,7 @@ def launch_variables(rank: int, size: int, local_rank: int, local_size: int) -> 
 
 
 def torch_variables(rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
-    """What programs of torch are told of a rank."""
+    """The variables from which a program of torch knows its rank."""
     return _numbered(BARE, rank, size, local_rank, local_size)
 
 

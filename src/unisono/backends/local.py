@@ -93,7 +93,7 @@ class _Hub:
         ]
 
     def leave(self, down: PeerDown) -> None:
-        """A rank leaves. All ranks learn of it before any of them can act on it and tell the others."""
+        """A rank leaves. All ranks learn of it before any of them can act on it and report it."""
         me = self.endpoints[down.rank]
         others = [endpoint for endpoint in self.endpoints if endpoint is not me]
         with self._lock:

@@ -39,7 +39,7 @@ _Result = TypeVar("_Result")
 
 _PAUSE_FIRST_S: Final = 0.02
 _PAUSE_LAST_S: Final = 0.25
-# The kernel tells when a process was started, and how long the host is up, in ticks of 10 ms.
+# The kernel reports when a process was started, and how long the host is up, in ticks of 10 ms.
 _CLOCK_TICKS_S: Final = 0.02
 
 

@@ -39,8 +39,8 @@ class Seed:
     """Serves one formation from `start` to `close`.
 
     The constructor binds and listens without a thread, so that a launcher can fork first. `ticket` is what
-    workers need. Without `tls`, the addresses decide: loopback needs none. `store_port` is what launchers of
-    other nodes are told.
+    workers need. Without `tls`, the addresses decide: loopback needs none. `store_port` is sent to the
+    launchers of other nodes.
 
     Raises:
         UsageError: the addresses cannot be used together.

@@ -226,8 +226,8 @@ class Control:
         """Send the goodbyes that wait to be batched."""
         with self._lock:
             by_rank, makers = self._goodbyes.take()
-        told = {context for contexts in by_rank.values() for context in contexts}
-        calls = {context: make() for context, make in makers.items() if context in told}
+        named = {context for contexts in by_rank.values() for context in contexts}
+        calls = {context: make() for context, make in makers.items() if context in named}
         for rank, contexts in by_rank.items():
             called = [context for context in contexts if context in calls]
             batches = [called[start : start + CALLED_MAX] for start in range(0, len(called), CALLED_MAX)]

@@ -33,7 +33,7 @@ class Mismatch:
             line = call.line if known.line is None else known.line
             self.calls[rank] = CallReport(known.fingerprint, known.words or words, line)
 
-    def told(self) -> set[int]:
+    def ranks_reported(self) -> set[int]:
         """The members that have reported their calls themselves."""
         return {rank for rank, call in self.calls.items() if call.line is not None}
 

@@ -85,7 +85,7 @@ class MismatchCollector:
                 mismatch = Mismatch(sequence)
             if sequence == mismatch.sequence:
                 mismatch.add(calls)
-            had_mine = state.world_rank in mismatch.told()
+            had_mine = state.world_rank in mismatch.ranks_reported()
             mismatch.add(state.last_calls_at(mismatch.sequence))
             if (mine := state.call_log.find(mismatch.sequence)) is not None:
                 mismatch.add({state.world_rank: state.report(mismatch.sequence, mine)})
@@ -111,7 +111,11 @@ class MismatchCollector:
             mismatch = self._mismatch
             if mismatch is None or self._is_over:
                 return
-            if if_complete and set(state.world_ranks) - {*mismatch.told(), *state.left, *state.dead}:
+            if if_complete and set(state.world_ranks) - {
+                *mismatch.ranks_reported(),
+                *state.left,
+                *state.dead,
+            }:
                 return
             mismatch.add(state.last_calls_at(mismatch.sequence))
             self._is_over = True

@@ -97,7 +97,7 @@ def _nothing() -> None:
 
 
 class Begun(Generator[None, None, T]):
-    """Steps that take the first one even if they are told to end before it.
+    """Steps that take the first one even if they are to end before it.
 
     For an operation that is under way already: only its own steps can withdraw it.
     """
@@ -112,7 +112,7 @@ class Begun(Generator[None, None, T]):
         self._steps.send(value)
 
     def throw(self, *error: Any) -> None:
-        """Tell it to end."""
+        """Raise an error in it."""
         if not self._has_begun:
             self.send(None)
         self._steps.throw(*error)
@@ -121,7 +121,7 @@ class Begun(Generator[None, None, T]):
 class LocalError(Exception):
     """The operation has ended well, but what this rank made of the result has raised the cause of this error.
 
-    The cause is the error of the operation here. Other ranks are not told: they are not concerned.
+    The cause is the error of the operation here. It is not reported to the others: it does not concern them.
     """
 
 

@@ -80,7 +80,7 @@ class Task(Generic[T]):
         _carry_on(self)
 
     def interrupt(self, error: UnisonoError | Callable[[], UnisonoError]) -> None:
-        """End it with an error: the operation is told at its next step and cleans up. The first counts.
+        """End it with an error: it is raised in the next step, and the operation cleans up. The first counts.
 
         What is called for the error is called then, so that it can say what has become known meanwhile.
         """
@@ -299,7 +299,7 @@ class Task(Generic[T]):
             callback()
 
     def _told(self, error: BaseException | None) -> UnisonoError | None:
-        """What the others are told of an error."""
+        """An error as it is reported to the other ranks."""
         if error is None or isinstance(error, LocalError):
             return None
         if isinstance(error, UnisonoError):

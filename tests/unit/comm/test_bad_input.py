@@ -79,7 +79,6 @@ def test_the_table_names_every_case_once_and_every_verb():
     verbs = {name for name in dir(uni.Communicator) if not name.startswith("_")}
     others = {"rank", "size", "name", "epoch", "backend", "start", "close", "abort", "mesh", "sub", "world"}
     others |= {"local_rank", "local_size"}
-    others.add("attach")  # for agents, whose own refusals are in tests/unit/rpc
     assert verbs - others <= {name.split()[0] for name in names}
 
 

@@ -214,9 +214,9 @@ def test_records_that_differ_in_the_hash_alone_say_what_it_stands_for() -> None:
 def test_words_and_line_may_come_after_the_record() -> None:
     found = mismatch.Mismatch(0)
     found.add({1: CallReport(record())})
-    assert found.told() == set()
+    assert found.ranks_reported() == set()
     found.add({1: CallReport.of(record(stage=1), "other words", "a.py:7")})
-    assert found.told() == {1}
+    assert found.ranks_reported() == {1}
     assert found.calls[1] == CallReport(record(), "", "a.py:7"), "the first record stays"
     found.add({1: CallReport.of(record(), "words", "b.py:8")})
     assert found.calls[1] == CallReport(record(), "words", "a.py:7")

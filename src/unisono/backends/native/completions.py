@@ -189,16 +189,16 @@ class CompletionDispatcher:
     def listen(self, listening: Listening) -> None:
         """See Backend.listen. One listens at a time."""
         self._listening = listening
-        self._hear()
+        self._receive_next()
 
-    def _hear(self, *heard: Any) -> None:
-        """Pass a message on, and those that have come since; then receive the next in the engine."""
+    def _receive_next(self, *message: Any) -> None:
+        """Pass on a message that has come, and those after it; then post a receive for the next one."""
         listening = self._listening
         failure: BaseException | None = None
         assert listening is not None, "it has not ended"
         while True:
-            if heard:
-                outcome, envelope, data = heard
+            if message:
+                outcome, envelope, data = message
                 if outcome == _DONE:
                     try:
                         listening.on_message(envelope[0], bytes(data))
@@ -214,7 +214,7 @@ class CompletionDispatcher:
             )
             if isinstance(posted, int):
                 break
-            heard = posted[1:]
+            message = posted[1:]
         if failure is not None:
             raise failure
 
@@ -236,7 +236,7 @@ class CompletionDispatcher:
 
     def _dispatch_one(self, number: int, *details: Any) -> None:
         if number == _LISTENING:
-            self._hear(*details)
+            self._receive_next(*details)
             return
         if number > 0:
             request = self.requests.pop(number, None)

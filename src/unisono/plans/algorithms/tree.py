@@ -50,7 +50,7 @@ def barrier(shape: Shape, rank: int) -> Plan:
 
 
 def token_up(size: int, rank: int) -> Rounds:
-    """Tokens that tell rank 0 that all ranks have arrived."""
+    """Tokens by which rank 0 knows that all ranks have arrived."""
     return [
         [Recv(step.peer, TOKEN) if isinstance(step, RecvReduce) else step for step in steps]
         for steps in _reduce_rounds(TOKEN, TOKEN, size, rank, 0)
