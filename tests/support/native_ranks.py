@@ -23,7 +23,7 @@ from unisono.messaging.credit import CONTROL_BYTES_MAX
 
 CONTEXT = 0xC0FFEE
 SECRET = b"the job's secret"
-PATIENCE_S = 60
+PATIENCE_S = 120
 
 EAGER, RTS, CTS, DATA, FIN, CREDIT, QUEUED, WITHDRAW, HEARTBEAT, GOODBYE, DOWN = range(2, 13)
 
