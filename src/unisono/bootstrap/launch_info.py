@@ -75,10 +75,10 @@ def decide(
         source = StoreSource.of_job(started.store, started.job, insecure=insecure)
         hosts = info.rank == 0
         return replace(info, source=source, seed_address=_seed_address(started, network) if hosts else None)
-    source = f"{info.launcher} named" if info.launcher else "the arguments name"
+    named = f"{info.launcher} named" if info.launcher else "the arguments name"
     where = "" if started is None else " on several hosts" if not started.is_one_host else ""
     raise RendezvousError(
-        f"{source} {info.size} ranks{where}, and they do not know where to meet",
+        f"{named} {info.size} ranks{where}, and they do not know where to meet",
         next_step="set UNISONO_JOIN (or join=) to a ticket, or to a file that all of them can read and where "
         "rank 0 puts one; set UNISONO_ADDRESS to an address or interface of each host",
     )
