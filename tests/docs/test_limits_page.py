@@ -35,7 +35,7 @@ def in_words(text: str) -> float | None:
 
 def in_code(name: str) -> Any:
     """The value of a constant or default: `module.NAME`, `Dataclass.field` or `function(argument)`."""
-    if ".cpp:" in name:
+    if "pp:" in name:
         return in_engine(*name.split(":"))
     path, argument = re.fullmatch(r"([\w.]+)(?:\((\w+)\))?", name).groups()  # type: ignore[union-attr]
     owner, _, last = path.rpartition(".")

@@ -62,7 +62,7 @@ def test_a_mismatch_is_seen_by_all_and_shows_both_lines(world: MakeWorld) -> Non
         assert isinstance(afterwards, CollectiveMismatch)
         assert "float64[4]" in error.report
         assert "float64[5]" in error.report
-        assert error.report.count("test_fast_path.py:") == 2
+        assert error.report.count("test_fast_failures.py:") == 2
 
 
 @pytest.mark.parametrize("other", ["barrier", "broadcast", "all_gather"])
