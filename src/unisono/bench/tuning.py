@@ -24,8 +24,8 @@ __all__ = ["REACH_BYTES", "SIZES", "Times", "links_measured", "measured", "thres
 # Collective: bytes: algorithm: seconds.
 Times = Mapping[str, Mapping[int, Mapping[str, float]]]
 
-# Bytes of the vector, or of one block. Closer where caches end: there the winners change. The last exceeds every cache;
-# its winner also serves longer ones.
+# Bytes of the vector, or of one block. Closer where caches end: there the winners change. The last exceeds
+# every cache; its winner also serves longer ones.
 SIZES: Final = (8, 128, 1 << 10, 8 << 10, *(64 << 10 + 2 * step for step in range(6)), 128 << 20)
 _BLOCK_BYTES_MAX: Final = 16 << 20
 REACH_BYTES: Final = 1 << 30
