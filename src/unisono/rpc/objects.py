@@ -99,7 +99,12 @@ class Proxy:
             self._release()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return partial(self._call, _method_name(self._reference, name))
+        return partial(self._call, _method_name(self, name))
+
+    def __reduce__(self) -> str:
+        raise TypeError(
+            "a proxy cannot be copied or pickled; pass proxy.reference, and agent.proxy makes a proxy of it"
+        )
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """A frame of this refers to the proxy until the answer is here."""
@@ -128,17 +133,17 @@ class _Methods(Generic[T]):
         self._call = call
 
     def __getattr__(self, name: str) -> Callable[..., T]:
-        return partial(self._call, _method_name(self._reference, name))
+        return partial(self._call, _method_name(self, name))
 
 
 # What a proxy has itself: a method of this name could not be called by it.
 _OF_PROXIES: Final = tuple(name for name in vars(Proxy) if not name.startswith("_"))
 
 
-def _method_name(reference: Reference, name: str) -> str:
+def _method_name(proxy: Proxy | _Methods[Any], name: str) -> str:
     if name.startswith("_"):
         raise AttributeError(f"{name!r} is not an exposed method")
-    return f"{reference.class_name}.{name}"
+    return f"{proxy._reference.class_name}.{name}"
 
 
 def _let_go(proxy: Proxy) -> None:

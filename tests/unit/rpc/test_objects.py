@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 import time
 
@@ -9,7 +11,7 @@ import pytest
 from tests.support.calls import LONG_S, Counter
 
 import unisono as uni
-from unisono.rpc import Agent
+from unisono.rpc import Agent, Proxy, Reference
 from unisono.rpc.frame import CANCEL, short
 
 
@@ -171,6 +173,14 @@ def with_makers_that_give_up(comm: uni.Communicator) -> str:
 
 def test_an_instance_is_released_whose_maker_has_given_up(world_of):
     assert world_of(with_makers_that_give_up, 2) == ["ok"] * 2
+
+
+def test_a_proxy_is_not_copied() -> None:
+    """A copy would not keep the object alive."""
+    proxy = Proxy(None, Reference(1, "Counter", 1))  # type: ignore[arg-type]
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"pass proxy\.reference"):
+            copied(proxy)
 
 
 def with_a_signal_after_the_answer(comm: uni.Communicator) -> str:
