@@ -180,7 +180,7 @@ class Objects:
         """
         handlers: dict[str, tuple[Callable[..., Any], Parameters]] = {
             name: (partial(self._make, cls), Signature(cls)),
-            f"{name}/release": (partial(self._release, cls), _MethodParameters(None)),
+            f"{name}/release": (partial(self._release, cls), _MethodParameters(lambda: None, skip=0)),
         }
         for method, fn in inspect.getmembers(cls, inspect.isfunction):
             if method in _OF_PROXIES:
@@ -189,7 +189,11 @@ class Objects:
                     next_step=f"give it another name than {', '.join(_OF_PROXIES)}",
                 )
             if not method.startswith("_") and "__" not in method:
-                handlers[f"{name}.{method}"] = (partial(self._call, cls, fn), _MethodParameters(fn))
+                is_static = isinstance(inspect.getattr_static(cls, method), staticmethod)
+                handlers[f"{name}.{method}"] = (
+                    partial(self._call, cls, fn, is_static),
+                    _MethodParameters(fn, skip=0 if is_static else 1),
+                )
         return handlers
 
     def on_lost(self, owner: int) -> None:
@@ -232,11 +236,13 @@ class Objects:
             self.on_cancelled(owner, call)
         return number
 
-    def _call(self, cls: type, fn: Callable[..., Any], number: int, *args: Any, **kwargs: Any) -> Any:
+    def _call(
+        self, cls: type, fn: Callable[..., Any], is_static: bool, number: int, *args: Any, **kwargs: Any
+    ) -> Any:
         held = self._held.get(number)
         if held is None or held.cls is not cls:
             raise LookupError(f"there is no {cls.__name__} #{number}; it may have been released")
-        return fn(held.instance, *args, **kwargs)
+        return fn(*args, **kwargs) if is_static else fn(held.instance, *args, **kwargs)
 
     def _release(self, cls: type, number: int) -> None:
         incoming = here()
@@ -249,8 +255,8 @@ class Objects:
 class _MethodParameters:
     """The parameters of a method that is called from another rank: the object's number comes first."""
 
-    def __init__(self, fn: Callable[..., Any] | None) -> None:
-        self._rest = Signature(fn, skip=1) if fn is not None else Signature(lambda: None)
+    def __init__(self, fn: Callable[..., Any], *, skip: int) -> None:
+        self._rest = Signature(fn, skip=skip)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         if not args or type(args[0]) is not int:

@@ -175,6 +175,28 @@ def test_an_instance_is_released_whose_maker_has_given_up(world_of):
     assert world_of(with_makers_that_give_up, 2) == ["ok"] * 2
 
 
+class Shape:
+    def __init__(self, sides: int) -> None:
+        self.sides = sides
+
+    @staticmethod
+    def doubled(times: int, by: int = 2) -> int:
+        return times * by
+
+
+def with_a_static_method(comm: uni.Communicator) -> int:
+    agent = Agent(comm)
+    agent.expose(Shape)
+    comm.barrier()
+    twice: int = agent.remote(1 - comm.rank, Shape, 3).doubled(5, by=3)
+    comm.barrier()
+    return twice
+
+
+def test_a_static_method_is_called_without_the_object(world_of):
+    assert world_of(with_a_static_method, 2) == [15, 15]
+
+
 def test_a_proxy_is_not_copied() -> None:
     """A copy would not keep the object alive."""
     proxy = Proxy(None, Reference(1, "Counter", 1))  # type: ignore[arg-type]
