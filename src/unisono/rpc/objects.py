@@ -95,8 +95,12 @@ class Proxy:
 
     def release(self) -> None:
         """Release the object now, if this proxy owns it."""
-        if self._release is not None and self._finalizer is not None and self._finalizer.detach():
-            self._release()
+        if self._release is None:
+            return
+        self._release()
+        self._release = None
+        if self._finalizer is not None:  # not earlier: a signal may have come before the release was sent
+            self._finalizer.detach()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return partial(self._call, _method_name(self, name))

@@ -11,6 +11,7 @@ import pytest
 from tests.support.calls import LONG_S, Counter
 
 import unisono as uni
+from unisono.core.clock import RealRuntime
 from unisono.rpc import Agent, Proxy, Reference
 from unisono.rpc.frame import CANCEL, short
 
@@ -195,6 +196,31 @@ def with_a_static_method(comm: uni.Communicator) -> int:
 
 def test_a_static_method_is_called_without_the_object(world_of):
     assert world_of(with_a_static_method, 2) == [15, 15]
+
+
+def test_a_proxy_whose_release_was_interrupted_is_released_when_it_is_dropped() -> None:
+    released = threading.Event()
+    attempts = iter((KeyboardInterrupt, None))
+
+    def release() -> None:
+        if next(attempts) is not None:
+            raise KeyboardInterrupt
+        released.set()
+
+    proxy = Proxy(None, Reference(1, "Counter", 1), release, RealRuntime().finalizer)  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        proxy.release()
+    del proxy
+    assert released.wait(LONG_S)
+
+
+def test_a_proxy_is_released_once() -> None:
+    count: list[int] = []
+    proxy = Proxy(None, Reference(1, "Counter", 1), lambda: count.append(1), RealRuntime().finalizer)  # type: ignore[arg-type]
+    proxy.release()
+    proxy.release()
+    del proxy
+    assert count == [1]
 
 
 def test_a_proxy_is_not_copied() -> None:
