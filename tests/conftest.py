@@ -33,10 +33,12 @@ _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 128 << 10)
 
-# A shell that starts the tests in the background lets them ignore SIGINT. The children that tests interrupt
-# would inherit that.
+# A shell that starts the tests in the background lets them ignore SIGINT, and nohup SIGHUP. The children that
+# tests interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

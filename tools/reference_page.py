@@ -43,6 +43,7 @@ _OF_AGENTS: Final = (
     "close",
 )
 _OF_DATA: Final = ("register", "op", "typed")
+_COMPRESSORS: Final = ("TopK", "RandomK", "Int8", "Float16", "BFloat16")
 _INTRODUCTION: Final = """\
 # Reference
 
@@ -96,6 +97,18 @@ def text() -> str:
     lines += _methods(uni.rpc.Agent, _OF_AGENTS, "agent.")
     lines += ["### Proxy", "", *_described(inspect.getdoc(Proxy)), *_attributes(Proxy)]
     lines += _methods(Proxy, ("release",), "proxy.")
+    lines += ["### Stream", "", *_described(inspect.getdoc(uni.rpc.Stream))]
+    lines += _methods(uni.rpc.Stream, ("close",), "stream.")
+    lines += _function("uni.rpc.here", uni.rpc.here)
+    lines += ["## Training", "", "[data_parallel.md](data_parallel.md) shows how they are used.", ""]
+    lines += _function("uni.train.average_gradients", uni.train.average_gradients)
+    lines += _function("uni.train.GradientAverager", uni.train.GradientAverager)
+    lines += _methods(uni.train.GradientAverager, ("add", "finish"), "averager.")
+    lines += _function("uni.train.broadcast_parameters", uni.train.broadcast_parameters)
+    lines += _function("uni.train.ErrorFeedback", uni.train.ErrorFeedback)
+    lines += _methods(uni.train.ErrorFeedback, ("all_reduce", "state_dict", "load_state_dict"), "feedback.")
+    for name in _COMPRESSORS:
+        lines += _function(f"uni.train.{name}", getattr(uni.train, name))
     lines += ["## Settings", "", *_described(inspect.getdoc(uni.Config)), *_settings()]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip("\n") + "\n"
 
@@ -137,7 +150,8 @@ def _signature(name: str, function: Callable[..., Any]) -> str:
             shown.append("*")
         stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
         shown.append(stars + parameter.name + _default(parameter))
-    result = "" if isinstance(function, type) else str(signature.return_annotation)
+    is_annotated = not isinstance(function, type) and signature.return_annotation is not signature.empty
+    result = str(signature.return_annotation) if is_annotated else ""
     # A type variable says nothing without the types of the arguments.
     given = "" if not result or re.search(r"\b[A-Z]\b", result) else f" -> {result}"
     return f"{name}({', '.join(shown)}){given}"

@@ -312,6 +312,21 @@ class NotExposed(RemoteError, LookupError):
     usual_step = "expose it on that rank before it is called: agent.register(name, fn)"
 
 
+# Errors that report what another rank has caused: they are passed on as themselves.
+PASSED_ON: Final = (PeerLost, PeerAborted, CollectiveMismatch, Deadlock)
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """What an exception group is about: the first error in it that no other rank has caused, else the first.
+
+    A TaskGroup raises such groups. Any other error is its own root cause.
+    """
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    causes = [root_cause(one) for one in error.exceptions]
+    return next((one for one in causes if not isinstance(one, PASSED_ON)), causes[0])
+
+
 # A line of a traceback as Python prints it.
 _FRAME: Final = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 

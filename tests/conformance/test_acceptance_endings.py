@@ -304,6 +304,28 @@ def test_the_root_cause_is_passed_on_as_itself() -> None:
         assert "root cause" in str(error)
 
 
+@pytest.mark.parametrize("has_own", [False, True])
+@pytest.mark.on_every_link
+def test_the_root_cause_of_an_exception_group_is_passed_on(has_own: bool) -> None:
+    """As a TaskGroup raises it: the error of another rank is passed on, an own one is the reason."""
+
+    def program(comm: uni.Communicator) -> Any:
+        if comm.rank == 0:
+            lost = uni.PeerLost("rank 7 is gone", ranks=(7,))
+            own = [ValueError("my own")] if has_own else []
+            raise ExceptionGroup("tasks", [ExceptionGroup("more", [lost]), *own])
+        return comm.recv(np.zeros(1), 0)
+
+    error = run_ranks(program, 2)[1]
+    if has_own:
+        assert isinstance(error, uni.PeerAborted)
+        assert error.rank == 0
+        assert "ValueError: my own" in str(error)
+    else:
+        assert isinstance(error, uni.PeerLost)
+        assert error.ranks == (7,)
+
+
 @pytest.mark.on_every_link
 def test_leaving_the_block_by_a_quiet_exit_is_no_abort() -> None:
     def program(comm: uni.Communicator) -> Any:

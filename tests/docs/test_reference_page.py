@@ -40,7 +40,12 @@ def test_the_page_has_every_public_function_and_what_an_agent_offers(page: Modul
     known = set(re.findall(r"^### ([\w.]+)$", page.text(), re.MULTILINE))
     functions = {f"uni.{name}" for name in uni.__all__ if inspect.isfunction(getattr(uni, name))}
     agent = {f"agent.{name}" for name in vars(uni.rpc.Agent) if not name.startswith("_")} - {"agent.name"}
-    assert functions | agent <= known
+    train = {f"uni.train.{name}" for name in uni.train.__all__ if name != "Compressor"}
+    assert functions | agent | train <= known
+
+
+def test_a_function_without_annotations_is_shown_without_a_result(page: ModuleType) -> None:
+    assert page._signature("wait", lambda timeout=None: None) == "wait(timeout=None)"
 
 
 def test_a_drawing_in_a_docstring_stays_as_it_is(page: ModuleType) -> None:

@@ -43,6 +43,22 @@ def test_ranks_that_die_of_a_signal_give_its_code(program, number: signal.Signal
     assert gone(pids, 1)
 
 
+def test_a_signal_that_the_launcher_was_started_to_ignore_is_not_forwarded(program) -> None:  # type: ignore[no-untyped-def]
+    """As by `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with launched("-n", "2", program(POLITE)) as launcher:
+            pids = launcher.pids(2)
+            launcher.process.send_signal(signal.SIGHUP)
+            launcher.process.send_signal(signal.SIGTERM)  # the second one, had the first been caught
+            code, out, _ = launcher.end()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert code == 0
+    assert sorted(out.splitlines()) == [f"[{rank}] bye SIGTERM" for rank in range(2)]
+    assert gone(pids, 1)
+
+
 CROWDED = """
 import os, signal, sys
 from unisono.launcher.job import Job

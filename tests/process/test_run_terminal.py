@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from tests.support.launched import PATIENCE_S, program, run
 
 __all__ = ["program"]
@@ -40,14 +41,28 @@ SHELL = (
 )
 
 
+# Like a shell with job control: the command has a process group of its own, and is continued when it stops.
+JOB_CONTROL = (
+    "import fcntl, os, signal, subprocess, sys, termios\n"
+    "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+    "process = subprocess.Popen(sys.argv[1:], process_group=0)\n"
+    "os.tcsetpgrp(0, process.pid)\n"
+    "print('launcher', process.pid, flush=True)\n"
+    "while os.WIFSTOPPED(status := os.waitpid(process.pid, os.WUNTRACED)[1]):\n"
+    "    print('stopped', flush=True)\n"
+    "    os.killpg(process.pid, signal.SIGCONT)\n"
+    "print('code', os.waitstatus_to_exitcode(status), flush=True)\n"
+)
+
+
 @contextlib.contextmanager
-def at_terminal(path: str, size: int) -> Iterator[tuple[int, Iterator[str]]]:
+def at_terminal(path: str, size: int, shell_text: str = SHELL) -> Iterator[tuple[int, Iterator[str]]]:
     """`unisono run` at a terminal: the file to write keys to, and the lines of output."""
     master, slave = os.openpty()
     command = [sys.executable, "-m", "unisono", "run", "-n", str(size), path]
     try:
         with subprocess.Popen(
-            [sys.executable, "-c", SHELL, *command],
+            [sys.executable, "-c", shell_text, *command],
             stdin=slave,
             stdout=subprocess.PIPE,
             text=True,
@@ -86,6 +101,26 @@ def test_ctrl_c_at_a_terminal_reaches_every_rank_once(program) -> None:  # type:
         *shown, code = lines
     assert sorted(shown) == ["[0] once", "[1] once"]
     assert code == "code 0"
+
+
+READS = "print('ready', flush=True)\nprint(sys.stdin.readline().strip())\n"
+
+
+@pytest.mark.parametrize(("shell_text", "stops"), [(JOB_CONTROL, ["stopped"]), (SHELL, [])])
+def test_ctrl_z_stops_the_launcher_only_under_a_shell_that_can_continue_it(  # type: ignore[no-untyped-def]
+    program, shell_text: str, stops: list[str]
+) -> None:
+    with at_terminal(program(READS), 1, shell_text) as (keys, lines):
+        assert [next(lines) for _ in range(2)][1] == "[0] ready"
+        os.write(keys, b"\x1a")
+        assert [next(lines) for _ in stops] == stops
+        os.write(keys, b"typed\n")
+        assert list(lines) == ["[0] typed", "code 0"]
+
+
+def test_a_killed_launcher_gives_its_signal_to_the_shell_at_a_terminal(program) -> None:  # type: ignore[no-untyped-def]
+    with at_terminal(program("os.kill(os.getppid(), signal.SIGKILL)\n"), 1) as (_, lines):
+        assert list(lines)[-1] == "code -9"
 
 
 def test_no_rank_outlives_a_launcher_that_is_killed_at_a_terminal(program) -> None:  # type: ignore[no-untyped-def]

@@ -25,14 +25,14 @@ from unisono.core.call_site import on_behalf
 from unisono.core.clock import Dropped
 from unisono.core.runtime import Finalizer, Killed, refuse_blocking
 from unisono.errors import (
+    PASSED_ON,
     CollectiveMismatch,
-    Deadlock,
     Location,
     PeerAborted,
-    PeerLost,
     ProtocolError,
     UnisonoError,
     UsageError,
+    root_cause,
 )
 from unisono.messaging.backend import Backend
 
@@ -332,8 +332,9 @@ class Communicator(BlockingVerbs):
 
     def _explain(self, error: BaseException) -> None:
         """Send the other ranks the error that ends this one."""
-        if isinstance(error, PeerLost | PeerAborted | CollectiveMismatch | Deadlock):
-            self._end_by(error)  # the root cause, passed on as itself
+        error = root_cause(error)
+        if isinstance(error, PASSED_ON):
+            self._end_by(error)
         elif not (isinstance(error, SystemExit) and not error.code):
             first_line = (str(error).splitlines() or [""])[0]
             self.abort(f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__)

@@ -24,11 +24,10 @@ class Work(WorkBase, Coroutine[Any, Any, T], Generic[T]):
 
     It can be awaited, by many and more than once, and passed to whatever takes a coroutine, such as
     `asyncio.TaskGroup.create_task`. Cancelling the awaiting task ends only its wait: the operation goes on.
-
-    An operation of the engine is waited for there, by `wait` and `done` of the base. All others, and those
-    that Python has adopted, are tasks.
     """
 
+    # An operation of the engine is waited for there, by `wait` and `done` of the base. All others, and those
+    # that Python has adopted, are tasks.
     _task: Task[T]
     _runtime: Runtime
     # As a coroutine: how far each task of asyncio has come in awaiting it.

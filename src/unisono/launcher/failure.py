@@ -26,13 +26,16 @@ _FIELDS: Final = ("waiting_on", "ranks", "rank", "report", "culprits", "type_nam
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """An exception as plain data."""
+    """An exception as plain data; of a group that reports what another rank has caused, that."""
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(cause := errors.root_cause(error), errors.PASSED_ON):
+        error = cause
     kind = type(error)
     described: dict[str, Any] = {
         "family": "unisono" if kind.__module__ == errors.__name__ else kind.__module__,
         "name": kind.__qualname__,
         "text": _text(error),
-        "traceback": "".join(traceback.format_exception(error)),
+        "traceback": trace,
     }
     if isinstance(error, UnisonoError):
         described["unisono"] = {

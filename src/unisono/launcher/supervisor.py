@@ -18,9 +18,14 @@ from typing import Any, Final, Self
 from unisono.core.clock import RealRuntime
 from unisono.launcher.parent_death import die_with_parent
 
-__all__ = ["Escalation", "Process", "Supervisor", "wake_pair"]
+__all__ = ["Escalation", "Process", "Supervisor", "forwarded", "wake_pair"]
 
-FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+def forwarded() -> list[signal.Signals]:
+    """The signals to forward: those that end a program, unless it was started to ignore them, as by nohup."""
+    return [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 class Escalation:
@@ -169,7 +174,7 @@ class Supervisor:
             while received:
                 on_signal(signal.Signals(received.popleft()))
 
-        handlers = {n: signal.signal(n, lambda number, _: received.append(number)) for n in FORWARDED}
+        handlers = {n: signal.signal(n, lambda number, _: received.append(number)) for n in forwarded()}
         wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         self.watch(reader, dispatch)
         try:

@@ -95,11 +95,20 @@ class Proxy:
 
     def release(self) -> None:
         """Release the object now, if this proxy owns it."""
-        if self._release is not None and self._finalizer is not None and self._finalizer.detach():
-            self._release()
+        if self._release is None:
+            return
+        self._release()
+        self._release = None
+        if self._finalizer is not None:  # not earlier: a signal may have come before the release was sent
+            self._finalizer.detach()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return partial(self._call, _method_name(self._reference, name))
+        return partial(self._call, _method_name(self, name))
+
+    def __reduce__(self) -> str:
+        raise TypeError(
+            "a proxy cannot be copied or pickled; pass proxy.reference, and agent.proxy makes a proxy of it"
+        )
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """A frame of this refers to the proxy until the answer is here."""
@@ -128,17 +137,17 @@ class _Methods(Generic[T]):
         self._call = call
 
     def __getattr__(self, name: str) -> Callable[..., T]:
-        return partial(self._call, _method_name(self._reference, name))
+        return partial(self._call, _method_name(self, name))
 
 
 # What a proxy has itself: a method of this name could not be called by it.
 _OF_PROXIES: Final = tuple(name for name in vars(Proxy) if not name.startswith("_"))
 
 
-def _method_name(reference: Reference, name: str) -> str:
+def _method_name(proxy: Proxy | _Methods[Any], name: str) -> str:
     if name.startswith("_"):
         raise AttributeError(f"{name!r} is not an exposed method")
-    return f"{reference.class_name}.{name}"
+    return f"{proxy._reference.class_name}.{name}"
 
 
 def _let_go(proxy: Proxy) -> None:
@@ -175,7 +184,7 @@ class Objects:
         """
         handlers: dict[str, tuple[Callable[..., Any], Parameters]] = {
             name: (partial(self._make, cls), Signature(cls)),
-            f"{name}/release": (partial(self._release, cls), _MethodParameters(None)),
+            f"{name}/release": (partial(self._release, cls), _MethodParameters(lambda: None, skip=0)),
         }
         for method, fn in inspect.getmembers(cls, inspect.isfunction):
             if method in _OF_PROXIES:
@@ -184,7 +193,11 @@ class Objects:
                     next_step=f"give it another name than {', '.join(_OF_PROXIES)}",
                 )
             if not method.startswith("_") and "__" not in method:
-                handlers[f"{name}.{method}"] = (partial(self._call, cls, fn), _MethodParameters(fn))
+                is_static = isinstance(inspect.getattr_static(cls, method), staticmethod)
+                handlers[f"{name}.{method}"] = (
+                    partial(self._call, cls, fn, is_static),
+                    _MethodParameters(fn, skip=0 if is_static else 1),
+                )
         return handlers
 
     def on_lost(self, owner: int) -> None:
@@ -227,11 +240,13 @@ class Objects:
             self.on_cancelled(owner, call)
         return number
 
-    def _call(self, cls: type, fn: Callable[..., Any], number: int, *args: Any, **kwargs: Any) -> Any:
+    def _call(
+        self, cls: type, fn: Callable[..., Any], is_static: bool, number: int, *args: Any, **kwargs: Any
+    ) -> Any:
         held = self._held.get(number)
         if held is None or held.cls is not cls:
             raise LookupError(f"there is no {cls.__name__} #{number}; it may have been released")
-        return fn(held.instance, *args, **kwargs)
+        return fn(*args, **kwargs) if is_static else fn(held.instance, *args, **kwargs)
 
     def _release(self, cls: type, number: int) -> None:
         incoming = here()
@@ -244,8 +259,8 @@ class Objects:
 class _MethodParameters:
     """The parameters of a method that is called from another rank: the object's number comes first."""
 
-    def __init__(self, fn: Callable[..., Any] | None) -> None:
-        self._rest = Signature(fn, skip=1) if fn is not None else Signature(lambda: None)
+    def __init__(self, fn: Callable[..., Any], *, skip: int) -> None:
+        self._rest = Signature(fn, skip=skip)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         if not args or type(args[0]) is not int:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 import msgspec
+import numpy as np
 
 from unisono.core import codec
 from unisono.errors import UsageError
@@ -26,6 +27,8 @@ __all__ = ["Handler", "Parameters", "Registry", "Signature", "check_name"]
 _SHOWN_MAX: Final = 20  # names in an error
 _NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.:/-]*")
 _NO_HINT = object()
+# A text is none of these: without this, msgspec would take it for base64.
+_BYTES: Final = (bytes, bytearray, memoryview)
 
 
 class Parameters(Protocol):
@@ -197,8 +200,10 @@ def _convert(name: str, hint: Any, value: Any) -> Any:
         return value
     if not _is_known_to_msgspec(hint):
         raise TypeError(f"argument {name!r}: expected {hint.__name__}, got {type(value).__name__}")
+    if isinstance(value, np.generic):
+        value = value.item()
     try:
-        return msgspec.convert(value, hint)
+        return msgspec.convert(value, hint, builtin_types=_BYTES)
     except msgspec.ValidationError as error:
         raise TypeError(f"argument {name!r}: {error}") from None
     except TypeError:

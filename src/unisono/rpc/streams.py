@@ -110,8 +110,8 @@ class Stream(Iterator[Any], AsyncIterator[Any]):
 
     def close(self) -> None:
         """End the stream: the generator is closed, too."""
-        self._finalizer.detach()
         self._pending.cancel()
+        self._finalizer.detach()  # not earlier: a signal may have come before the call was cancelled
 
     def __iter__(self) -> Self:
         return self

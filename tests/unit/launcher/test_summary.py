@@ -229,6 +229,9 @@ def test_an_error_names_the_blamed_ranks_to_spawn() -> None:
     assert blamed(describe(PeerAborted("x", rank=0))) == (0,)
     assert blamed(describe(CollectiveMismatch("x"))) == ()
     assert blamed(describe(ValueError("x"))) == ()
+    lost = ExceptionGroup("tasks", [ExceptionGroup("more", [PeerLost("x", ranks=(1, 2))])])
+    assert blamed(describe(lost)) == (1, 2)
+    assert blamed(describe(ExceptionGroup("tasks", [*lost.exceptions, ValueError("x")]))) == ()
     assert blamed(describe(CollectiveMismatch("x", culprits=(3,)))) == (3,)
 
 

@@ -6,6 +6,7 @@ import inspect
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 
 from unisono.rpc.registry import Signature
@@ -63,6 +64,8 @@ def test_a_function_takes_what_inspect_says(fn, count):
         ((1, "x"), {"c": 2}, (1, "x", 2.0)),
         ((1,), {"b": "y", "c": 2.5}, (1, "y", 2.5)),
         ((), {"a": 3}, (3, "b", 1.0)),
+        ((np.int64(4),), {"c": np.float32(2)}, (4, "b", 2.0)),
+        ((np.bool_(True),), {}, "argument 'a'"),
         ((True,), {}, "argument 'a'"),
         (("1",), {}, "argument 'a'"),
         ((1,), {"b": 5}, "argument 'b'"),
@@ -83,3 +86,15 @@ def test_arguments_are_checked_and_converted_by_position_and_by_name(args, kwarg
     bound.apply_defaults()
     assert tuple(bound.arguments.values()) == expected
     assert [type(value) for value in bound.arguments.values()] == [int, str, float]
+
+
+def stores(data: bytes, more: list[bytes] | None = None) -> Any: ...
+
+
+def test_a_text_is_no_bytes() -> None:
+    """It could be base64."""
+    signature = Signature(stores)
+    assert signature.bind([bytearray(b"YWJj")], {"more": [b"YWJj"]}) == ([b"YWJj"], {"more": [b"YWJj"]})
+    for args in (["YWJj"], [b"", ["YWJj"]]):
+        with pytest.raises(TypeError, match="Expected `bytes`, got `str`"):
+            signature.bind(args, {})

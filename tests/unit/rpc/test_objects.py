@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 import time
 
@@ -9,7 +11,8 @@ import pytest
 from tests.support.calls import LONG_S, Counter
 
 import unisono as uni
-from unisono.rpc import Agent
+from unisono.core.clock import RealRuntime
+from unisono.rpc import Agent, Proxy, Reference
 from unisono.rpc.frame import CANCEL, short
 
 
@@ -171,6 +174,61 @@ def with_makers_that_give_up(comm: uni.Communicator) -> str:
 
 def test_an_instance_is_released_whose_maker_has_given_up(world_of):
     assert world_of(with_makers_that_give_up, 2) == ["ok"] * 2
+
+
+class Shape:
+    def __init__(self, sides: int) -> None:
+        self.sides = sides
+
+    @staticmethod
+    def doubled(times: int, by: int = 2) -> int:
+        return times * by
+
+
+def with_a_static_method(comm: uni.Communicator) -> int:
+    agent = Agent(comm)
+    agent.expose(Shape)
+    comm.barrier()
+    twice: int = agent.remote(1 - comm.rank, Shape, 3).doubled(5, by=3)
+    comm.barrier()
+    return twice
+
+
+def test_a_static_method_is_called_without_the_object(world_of):
+    assert world_of(with_a_static_method, 2) == [15, 15]
+
+
+def test_a_proxy_whose_release_was_interrupted_is_released_when_it_is_dropped() -> None:
+    released = threading.Event()
+    attempts = iter((KeyboardInterrupt, None))
+
+    def release() -> None:
+        if next(attempts) is not None:
+            raise KeyboardInterrupt
+        released.set()
+
+    proxy = Proxy(None, Reference(1, "Counter", 1), release, RealRuntime().finalizer)  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        proxy.release()
+    del proxy
+    assert released.wait(LONG_S)
+
+
+def test_a_proxy_is_released_once() -> None:
+    count: list[int] = []
+    proxy = Proxy(None, Reference(1, "Counter", 1), lambda: count.append(1), RealRuntime().finalizer)  # type: ignore[arg-type]
+    proxy.release()
+    proxy.release()
+    del proxy
+    assert count == [1]
+
+
+def test_a_proxy_is_not_copied() -> None:
+    """A copy would not keep the object alive."""
+    proxy = Proxy(None, Reference(1, "Counter", 1))  # type: ignore[arg-type]
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"pass proxy\.reference"):
+            copied(proxy)
 
 
 def with_a_signal_after_the_answer(comm: uni.Communicator) -> str:

@@ -11,7 +11,9 @@ import pytest
 from tests.support.calls import LONG_S
 
 import unisono as uni
-from unisono.rpc import Agent
+from unisono.core.clock import RealRuntime
+from unisono.rpc import Agent, Stream
+from unisono.rpc.streams import ItemBuffer
 from unisono.simulation import sleep
 
 
@@ -151,3 +153,25 @@ def test_an_async_generator_streams_in_virtual_time():
         return result
 
     assert uni.simulate(program, 2).results == [list(range(40)), None]
+
+
+class InterruptedOnce:
+    """A call whose first cancellation is interrupted by a signal."""
+
+    def __init__(self) -> None:
+        self.is_interrupted, self.is_cancelled = False, threading.Event()
+
+    def cancel(self) -> None:
+        if not self.is_interrupted:
+            self.is_interrupted = True
+            raise KeyboardInterrupt
+        self.is_cancelled.set()
+
+
+def test_a_stream_whose_close_was_interrupted_is_ended_when_it_is_dropped() -> None:
+    pending = InterruptedOnce()
+    stream = Stream(RealRuntime(), pending, ItemBuffer(lambda waitable: None), None)  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        stream.close()
+    del stream
+    assert pending.is_cancelled.wait(LONG_S)
