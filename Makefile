@@ -113,8 +113,10 @@ ASAN_ENV = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(g++ -print-file-na
 TSAN_ENV = LD_PRELOAD="$$(gcc -print-file-name=libtsan.so) $$(g++ -print-file-name=libstdc++.so)" \
 	TSAN_OPTIONS=halt_on_error=1:die_after_fork=0:suppressions=$(abspath tests/support/tsan.supp)
 SANITIZED ?= $(addprefix tests/conformance/test_native_, plans.py programs.py conformance.py cases.py) \
-	$(addprefix tests/process/test_, native_processes.py native_failures.py native_threats.py quic_strangers.py quic_members.py quic_networks.py quic_endings.py fast_path.py fast_failures.py run_ahead.py fast_messages.py \
-	fast_payloads.py rpc_failure.py rpc_load.py works.py work_callbacks.py work_races.py call_storm.py announced.py decisions.py) \
+	$(addprefix tests/process/test_, native_processes.py native_failures.py native_threats.py quic_strangers.py \
+	quic_members.py quic_networks.py quic_endings.py fast_path.py fast_failures.py run_ahead.py fast_messages.py \
+	fast_payloads.py rpc_failure.py rpc_load.py works.py work_callbacks.py work_races.py call_storm.py announced.py \
+	object_blobs.py decisions.py) \
 	tests/native/test_corpus.py $(wildcard tests/unit/rpc/test_*.py) $(addprefix tests/unit/core/test_codec, .py _classes.py _refusals.py)
 THREADED ?= $(addprefix tests/process/test_, works.py work_callbacks.py work_races.py call_storm.py announced.py rpc_load.py)
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <system_error>
 
 #include "base/cores.hpp"
 #include "engine/fork_registry.hpp"
@@ -45,17 +46,27 @@ Engine::Engine(std::int32_t rank, std::int32_t size, const std::string& director
   else
     users_ = std::make_unique<Users>();
   detector_.start(settings, now_ns());
+  // The last step that can fail: nothing else refers to this object before.
+  start_thread();
   register_engine(*this);
-  if (local_ != nullptr) {
-    const Hold held(mutex_);
-    local_->enter(rank, poller_.wake(), presence_);
-  }
+  if (local_ == nullptr) return;
+  const Hold held(mutex_);
+  local_->enter(rank, poller_.wake(), presence_);
+}
+
+void Engine::start_thread() {
   // Signals are delivered to threads that run Python.
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
-  thread_ = std::make_unique<std::thread>([this] { run(); });
+  int error = 0;
+  try {
+    thread_ = std::make_unique<std::thread>([this] { run(); });
+  } catch (const std::system_error& failed) {
+    error = failed.code().value();
+  }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  if (error != 0) throw std::runtime_error(failure("cannot start the engine's thread", error));
   pthread_setname_np(thread_->native_handle(), "unisono-engine");
 }
 

@@ -160,6 +160,8 @@ class Engine final : public PeerServices, private ConnectionOwner {
   bool is_given_up(std::int32_t by) override { return peers_[by]->state == Peer::State::down && !peers_[by]->left; }
   void on_answer(std::int32_t from, bool is_given_up) override;
 
+  // Throws std::runtime_error.
+  void start_thread();
   void take_arrivals();
   void lose(Peer& peer, const std::string& cause, bool left);
   // The cause of a peer that has declared this rank dead.

@@ -441,10 +441,14 @@ bool QuicEndpoint::read(std::int64_t now) {
       head.msg_controllen = in_->control[i].size();
     }
     const int count = recvmmsg(socket_.get(), in_->messages.data(), datagrams_per_call, MSG_DONTWAIT, nullptr);
+    if (count < 0 && errno != EAGAIN) {
+      // An error of an earlier datagram is reported in place of what waits to be read.
+      has_errors_ |= errno != EINTR;
+      continue;
+    }
     backlog_ = count < datagrams_per_call ? 0 : backlog_ - count;
     if (count <= 0) {
       is_readable_ = false;
-      if (count < 0 && errno != EAGAIN && errno != EINTR) has_errors_ = true;
       break;
     }
     moved = true;

@@ -1,9 +1,11 @@
 // QUIC connections in a world without sockets: a network that loses, doubles, reorders and delays, and a test's clock.
+// One case has an endpoint on a socket.
 //
 // quic_test [one of the cases, such as streams]
 
 #include <cstring>
 
+#include "link/quic_endpoint.hpp"
 #include "quic_world.hpp"
 
 using namespace unisono::engine;
@@ -450,6 +452,43 @@ void test_garbage() {
   exchange(world, 8, 100'000, 60 * second);
 }
 
+// What belongs to no connection, counted.
+class Strangers final : public QuicEndpointOwner {
+ public:
+  void on_first(const SocketAddress&, const SocketAddress&, const byte*, size_t, std::int64_t) override { ++came; }
+  void on_changed(QuicConnection&) override {}
+  void on_unreachable(const SocketAddress&, int) override { ++refused; }
+  int came = 0, refused = 0;
+};
+
+// The system reports that a port is closed before it gives the datagrams that have come since. The socket is watched
+// for edges, so what is not read in that turn might wait for the next datagram.
+void test_errors() {
+  Poller poller;
+  must(poller.open(), "a poller is made");
+  Strangers owner;
+  QuicEndpoint endpoint(owner, poller);
+  SocketAddress address = address_of(0);
+  must(endpoint.open(address, 1 << 20) && endpoint.listen(), "an endpoint is made");
+  SocketAddress closed = address_of(0), other = closed;
+  const auto bound = [](SocketAddress& to) {
+    Descriptor socket(::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    must(bind(socket.get(), to.get(), to.bytes) == 0, "a socket is bound");
+    getsockname(socket.get(), to.get(), &to.bytes);
+    return socket;
+  };
+  bound(closed);
+  const Descriptor sender = bound(other);
+  const byte hello[32] = {};
+  endpoint.send_one(hello, sizeof hello, address, closed);
+  must(sendto(sender.get(), hello, sizeof hello, 0, address.get(), address.bytes) == sizeof hello,
+       "a datagram is sent");
+  endpoint.poll(now_ns());
+  must(owner.came == 1, "the datagram behind the error is read in the same turn");
+  endpoint.poll(now_ns());
+  must(owner.refused == 1, "the closed port is reported");
+}
+
 }  // namespace
 
 int main(int count, char** words) {
@@ -479,6 +518,7 @@ int main(int count, char** words) {
   run("rebinding", test_rebinding);
   run("fault", test_fault);
   run("garbage", test_garbage);
+  run("errors", test_errors);
   must(has_run, "the command line names a case");
   std::puts("ok");
 }

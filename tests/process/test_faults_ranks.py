@@ -261,6 +261,37 @@ def test_a_rank_that_cannot_start_says_why(limit: int, tmp_path: Path) -> None:
         resource.setrlimit(limit, before)
 
 
+WITHOUT_A_THREAD = """
+import os, resource, signal
+import unisono as uni
+
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (4 << 30), resource.RLIM_INFINITY))
+try:
+    uni.local(2)
+except uni.BackendUnavailable as error:
+    print("the engine's thread" in str(error), len(signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+child = os.fork()
+if child == 0:
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_rank_whose_thread_cannot_start_leaves_nothing_behind() -> None:
+    """No memory is left for a thread's stack. Signals are delivered as before, and the process can fork."""
+    ended = subprocess.run(
+        [sys.executable, "-c", WITHOUT_A_THREAD],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_STACK, (16 << 30, resource.RLIM_INFINITY)),
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert ended.stdout.split() == ["True", "0", "7"], ended
+
+
 def test_a_link_for_which_no_descriptor_is_left_is_an_error_that_says_so() -> None:
     """At the start rank 0 of 8 has links to ranks 1, 2, 4, 6 and 7; the send opens the link to rank 3."""
 
