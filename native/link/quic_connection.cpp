@@ -415,7 +415,7 @@ void QuicConnection::on_error(int error) {
                alert != nullptr ? std::string("it refused the TLS handshake: ") + alert : "its connection was closed");
   }
   is_mute_ = error == NGTCP2_ERR_DROP_CONN;
-  if (is_mute_) return fail("its first datagram was not QUIC's");
+  if (is_mute_) return fail("its first datagram begins no handshake");
   if (error == NGTCP2_ERR_CRYPTO) alert_ = ngtcp2_conn_get_tls_alert(conn_.get());
   if (!fault_.empty()) return fail(fault_);
   const std::string refusal = QuicIdentity::verify_error(session_.get());
