@@ -362,7 +362,7 @@ def cell(name: str, rounds: list[Round], kind: str) -> str:
     text = f"{middle:,.1f}" if middle < 100 else f"{middle:,.0f}"
     if kind == "tls" or not (ratios := multiples(rounds, kind)):
         return text
-    low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     return f"{text} ({statistics.median(ratios):.2f}, {low:.2f}-{high:.2f})"
 
 
