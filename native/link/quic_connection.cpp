@@ -60,8 +60,16 @@ ngtcp2_cid random_cid() {
   return made;
 }
 
-// Set by a callback that does not get its connection.
-thread_local bool has_decrypted = false;
+// No rank proposes versions, and nothing proves who sent such a datagram: it would end an attempt to connect.
+bool is_version_negotiation(const byte* datagram, size_t bytes) {
+  uint32_t version = 1;
+  if (bytes > sizeof version && (datagram[0] & byte{0x80}) != byte{0})
+    std::memcpy(&version, datagram + 1, sizeof version);
+  return version == 0;
+}
+
+// The connection that reads a datagram: the callback that decrypts it is not told.
+thread_local QuicConnection* reading = nullptr;
 
 }  // namespace
 
@@ -116,18 +124,25 @@ struct QuicConnection::Callbacks {
       return false;
     });
   }
-  // Every host that sees a connection id can send to it. Only the peer can send what decrypts.
+  // Every host that sees a connection id can send to it. Only the peer can send what decrypts, and only once.
   static int decrypt(uint8_t* to, const ngtcp2_crypto_aead* aead, const ngtcp2_crypto_aead_ctx* key,
                      const uint8_t* from, size_t bytes, const uint8_t* nonce, size_t nonce_bytes, const uint8_t* head,
                      size_t head_bytes) {
     const int error = ngtcp2_crypto_decrypt_cb(to, aead, key, from, bytes, nonce, nonce_bytes, head, head_bytes);
-    has_decrypted |= error == 0;
+    if (error == 0 && reading != nullptr) reading->on_decrypted(head, head_bytes);
     return error;
   }
   // Its tag proves that it answers a datagram of ours.
   static int recv_retry(ngtcp2_conn* conn, const ngtcp2_pkt_hd* head, void* self) {
-    has_decrypted = true;
+    of(self).is_sign_of_life_ = true;
     return ngtcp2_crypto_recv_retry_cb(conn, head, self);
+  }
+  static int update_key(ngtcp2_conn* conn, uint8_t* rx_secret, uint8_t* tx_secret, ngtcp2_crypto_aead_ctx* rx,
+                        uint8_t* rx_iv, ngtcp2_crypto_aead_ctx* tx, uint8_t* tx_iv, const uint8_t* rx_before,
+                        const uint8_t* tx_before, size_t bytes, void* self) {
+    ++of(self).key_updates_;
+    return ngtcp2_crypto_update_key_cb(conn, rx_secret, tx_secret, rx, rx_iv, tx, tx_iv, rx_before, tx_before, bytes,
+                                       self);
   }
   static void random(uint8_t* to, size_t bytes, const ngtcp2_rand_ctx*) { fill_random(to, bytes); }
   static int new_id(ngtcp2_conn*, ngtcp2_cid* cid, uint8_t* token, size_t bytes, void* self) {
@@ -155,7 +170,7 @@ struct QuicConnection::Callbacks {
     made.encrypt = ngtcp2_crypto_encrypt_cb;
     made.decrypt = decrypt;
     made.hp_mask = ngtcp2_crypto_hp_mask_cb;
-    made.update_key = ngtcp2_crypto_update_key_cb;
+    made.update_key = update_key;
     made.delete_crypto_aead_ctx = ngtcp2_crypto_delete_crypto_aead_ctx_cb;
     made.delete_crypto_cipher_ctx = ngtcp2_crypto_delete_crypto_cipher_ctx_cb;
     made.get_path_challenge_data = ngtcp2_crypto_get_path_challenge_data_cb;
@@ -400,7 +415,7 @@ void QuicConnection::on_error(int error) {
                alert != nullptr ? std::string("it refused the TLS handshake: ") + alert : "its connection was closed");
   }
   is_mute_ = error == NGTCP2_ERR_DROP_CONN;
-  if (is_mute_) return fail("its first datagram was not QUIC's");
+  if (is_mute_) return fail("its first datagram begins no handshake");
   if (error == NGTCP2_ERR_CRYPTO) alert_ = ngtcp2_conn_get_tls_alert(conn_.get());
   if (!fault_.empty()) return fail(fault_);
   const std::string refusal = QuicIdentity::verify_error(session_.get());
@@ -433,19 +448,42 @@ std::vector<byte> QuicConnection::close(Admission admission, const std::string& 
 
 void QuicConnection::receive(const SocketAddress& local, const SocketAddress& from, const byte* datagram, size_t bytes,
                              std::int64_t now) {
-  if (state_ == QuicState::closed) return;
+  if (state_ == QuicState::closed || is_version_negotiation(datagram, bytes)) return;
   received_bytes_ += bytes;
   const ngtcp2_path path = path_of(local, from);
   const ngtcp2_pkt_info info{};
-  has_decrypted = false;
+  is_sign_of_life_ = false;
+  reading = this;
   const int error =
       ngtcp2_conn_read_pkt(conn_.get(), &path, &info, reinterpret_cast<const uint8_t*>(datagram), bytes, stamp(now));
+  reading = nullptr;
   if (error != 0) return on_error(error);
-  if (has_decrypted) {
+  if (is_sign_of_life_) {
     was_heard_ = true;
     ++datagrams_;
   }
   update_expiry();
+}
+
+// A copy of an earlier packet decrypts, too: it is a sign of life only if its number is the highest so far. The header
+// has the number's last bytes (RFC 9000, A.3). Handshakes have a time limit of their own, and their keys are dropped.
+void QuicConnection::on_decrypted(const uint8_t* head, size_t bytes) {
+  if ((head[0] & 0x80) != 0) {
+    is_sign_of_life_ = true;
+    return;
+  }
+  const size_t shown_bytes = 1 + (head[0] & 3);
+  std::int64_t number = 0;
+  for (size_t i = bytes - shown_bytes; i < bytes; ++i) number = number << 8 | head[i];
+  const std::int64_t expected = newest_ + 1, window = std::int64_t{1} << 8 * shown_bytes;
+  number |= expected & -window;
+  if (number <= expected - window / 2)
+    number += window;
+  else if (number > expected + window / 2 && number >= window)
+    number -= window;
+  if (number <= newest_) return;
+  newest_ = number;
+  is_sign_of_life_ = true;
 }
 
 void QuicConnection::expire(std::int64_t now) {
@@ -517,7 +555,8 @@ bool QuicConnection::write(DatagramSink& sink, std::int64_t now) {
     if (bytes == 0) break;
     // For tests and for keys that encrypt less than the library's limit. Refused while the last update is not
     // confirmed.
-    if (++packets_ % settings_.rekey_packets == 0) ngtcp2_conn_initiate_key_update(conn_.get(), stamp(now));
+    if (state_ == QuicState::linked && ++packets_ % settings_.rekey_packets == 0)
+      ngtcp2_conn_initiate_key_update(conn_.get(), stamp(now));
     quantum -= std::min(quantum, bytes);
     // A packet that was not filled took everything.
     if (bytes < room / 2 && !has_unsent()) break;

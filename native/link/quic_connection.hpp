@@ -187,7 +187,7 @@ class QuicConnection {
   // Bytes that may be on their way at a time.
   uint64_t congestion_window() const;
 
-  // Whether a datagram of the peer came since the last call; and how many came so far.
+  // Whether a datagram of the peer came since the last call, and how many came so far. Copies do not count.
   bool was_heard() { return std::exchange(was_heard_, false); }
   uint64_t datagrams() const { return datagrams_; }
   // The address that the peer is reached at.
@@ -195,6 +195,8 @@ class QuicConnection {
   const SocketAddress& local() const { return local_; }
   uint64_t received_bytes() const { return received_bytes_; }
   uint64_t sent_bytes() const { return sent_bytes_; }
+  // Keys that were made after the handshake's, for the next update, too.
+  uint64_t key_updates() const { return key_updates_; }
   const std::vector<QuicId>& ids() const { return ids_; }
 
   // For its owner: whether it is in a list of connections that must write.
@@ -220,6 +222,7 @@ class QuicConnection {
   bool on_greeting();
   void end(QuicEvent event, std::string why);
   void consumed(QuicStream stream, size_t bytes);
+  void on_decrypted(const uint8_t* head, size_t bytes);
   size_t datagram_room(std::int64_t now) const;
   ngtcp2_ssize write_packet(byte* to, size_t room, ngtcp2_path* path, ngtcp2_pkt_info* info, std::int64_t now);
   void update_expiry();
@@ -238,6 +241,8 @@ class QuicConnection {
   bool is_refused_ = false;
   bool is_mute_ = false;  // its end is not sent: what arrived does not prove that there is a connection
   bool was_heard_ = false;
+  bool is_sign_of_life_ = false;  // the datagram that is read is new, and the peer's
+  std::int64_t newest_ = -1;      // number of its packets
   std::string why_;
   std::string reason_;
   std::string fault_;  // found in a callback
@@ -248,6 +253,7 @@ class QuicConnection {
   uint64_t sent_bytes_ = 0;
   uint64_t datagrams_ = 0;
   uint64_t packets_ = 0;
+  uint64_t key_updates_ = 0;
 
   ngtcp2_crypto_conn_ref reference_{};
   QuicIdentity::Session session_;

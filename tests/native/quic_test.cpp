@@ -255,10 +255,17 @@ void test_long_after_short() {
 
 void test_keys() {
   const TestAuthority authority(2);
-  QuicWorld world(authority.material(0), authority.material(1), 4, 50);
-  world.weather.lost = 0.01;
-  must(world.link(), "a link is made");
-  exchange(world, 4, 500'000, 600 * second);
+  for (const uint64_t packets : {1, 50}) {
+    QuicWorld world(authority.material(0), authority.material(1), 4, packets);
+    world.weather.lost = 0.01;
+    must(world.link(), "a link is made");
+    for (unsigned turn = 0; turn < 20; ++turn) {
+      exchange(world, turn, 100'000, 600 * second);
+      for (QuicRank& rank : world.ranks)
+        for (auto& came : rank.came) came.clear();
+    }
+    for (const QuicRank& rank : world.ranks) must(rank.connection->key_updates() >= 5, "keys were renewed");
+  }
 }
 
 // A network that is cut for two seconds while data is on its way.
@@ -415,6 +422,45 @@ void test_rebinding() {
   }
 }
 
+// A host on the path answers the first datagram: the acceptor speaks another version only. No rank says so.
+void test_version_negotiation() {
+  const TestAuthority authority(2);
+  QuicWorld world(authority.material(0), authority.material(1), 17);
+  bool is_forged = false;
+  world.weather.change = [&](std::vector<byte>& datagram) {
+    if (std::exchange(is_forged, true)) return;
+    std::vector<byte> forged(5);
+    forged[0] = byte{0x80};
+    // Its ids, the other way round: each is 8 bytes behind its length.
+    forged.insert(forged.end(), datagram.begin() + 14, datagram.begin() + 23);
+    forged.insert(forged.end(), datagram.begin() + 5, datagram.begin() + 14);
+    forged.insert(forged.end(), {byte{0}, byte{0}, byte{0}, byte{2}});
+    world.ranks[0].receive(world.addresses[1], forged, world.now);
+  };
+  must(world.link() && is_forged, "a link is made");
+}
+
+// Copies of what the peer has sent are no signs of life, whatever their order: else a host on the path could hide the
+// death of a rank.
+void test_replay() {
+  const TestAuthority authority(2);
+  QuicWorld world(authority.material(0), authority.material(1), 16);
+  std::vector<std::vector<byte>> seen;
+  world.weather.change = [&](std::vector<byte>& datagram) { seen.push_back(datagram); };
+  must(world.link(), "a link is made");
+  exchange(world, 16, 300'000, 60 * second);
+  QuicRank& rank = world.ranks[1];
+  must(seen.size() > 300 && rank.connection->was_heard(), "numbers have outgrown a byte, and signs of life were seen");
+  const uint64_t before = rank.connection->datagrams();
+  for (int turn = 0; turn < 3; ++turn)
+    for (const auto& datagram : seen) rank.receive(world.addresses[0], datagram, world.now);
+  must(!rank.connection->was_heard() && rank.connection->datagrams() == before, "copies are no signs of life");
+  must(rank.connection->state() == QuicState::linked, "they end nothing");
+  world.ranks[0].connection->out(QuicStream::control).append("beat", 4);
+  world.run([] { return false; }, second);
+  must(rank.connection->was_heard() && rank.connection->datagrams() > before, "what is new is one");
+}
+
 // What the peer's bytes mean is the reader's business; if it finds a fault, the connection ends on both sides.
 void test_fault() {
   const TestAuthority authority(2);
@@ -519,6 +565,8 @@ int main(int count, char** words) {
   run("fault", test_fault);
   run("garbage", test_garbage);
   run("errors", test_errors);
+  run("replay", test_replay);
+  run("version negotiation", test_version_negotiation);
   must(has_run, "the command line names a case");
   std::puts("ok");
 }

@@ -195,3 +195,29 @@ def test_thirty_one_ranks_send_16_mib_to_one_with_a_small_buffer_and_nothing_is_
 
     with forked(program, size, kind="quic", links=lambda _: {"socket_buffer_bytes": 212_992 // 2}) as ranks:
         assert [ranks.result(rank, 120.0) for rank in range(size)] == [0] * size
+
+
+@pytest.mark.more
+def test_a_million_messages_with_key_updates_arrive_once_and_in_order() -> None:
+    """Every 500 packets each rank changes its key."""
+    count, batch = 1_000_000, 1000
+
+    def program(backend: NativeBackend, _: Any) -> int:
+        comm = Communicator.world(backend)
+        if comm.rank == 0:
+            x = np.zeros(1, np.int64)
+            for number in range(count):
+                x[0] = number * 3
+                comm.send(x, 1, number % 7)
+        else:
+            into = np.zeros(batch, np.int64)
+            rows = [into[i : i + 1] for i in range(batch)]
+            for begin in range(0, count, batch):
+                for i, row in enumerate(rows):
+                    comm.recv(row, 0, (begin + i) % 7)
+                assert np.array_equal(into, np.arange(begin, begin + batch) * 3)
+        comm.barrier()
+        return count
+
+    with forked(program, 2, kind="quic", links=lambda _: {"rekey_records": 500}) as ranks:
+        assert [ranks.result(rank, 240.0) for rank in range(2)] == [count] * 2

@@ -6,17 +6,21 @@ import contextlib
 import os
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.support.credentials import Issuer
 from tests.support.hosts import Hosts, hosts
+from tests.support.paths import ROOT
 from tests.support.processes import forked
 from tests.support.quic_ranks import PATIENCE_S, Make, exchange, make, ranks_through, wait_for_all
 from tests.support.relay import Weather, relay
+from tests.support.system import run_tool
 
 from unisono.backends.native.backend import NativeBackend
 from unisono.comm.communicator import Communicator
@@ -25,6 +29,7 @@ from unisono.errors import PeerLost
 __all__ = ["hosts", "make"]
 
 SO_NO_CHECK = 11
+FIRST_WINDOW_BYTES = 1 << 20  # native/connect/quic_connector.cpp
 SILENT_WITHIN_S = 6.0  # twice the bound of docs/failure.md
 
 
@@ -144,3 +149,60 @@ def test_a_million_links_would_need_one_descriptor(make: Make) -> None:
     for rank in ranks[1:]:
         exchange(ranks[0], rank)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.more
+def test_windows_grow_on_a_gigabit_path_of_forty_milliseconds(
+    make: Make, hosts: Hosts, tmp_path: Path
+) -> None:
+    """tbf at both ends of the cable, and a relay that keeps every datagram for 20 ms."""
+    for host, interface in zip(hosts, hosts.interfaces, strict=True):
+        shaped = ["tc", "-n", host, "qdisc", "add", "dev", interface, "root", "tbf"]
+        run_tool(*shaped, "rate", "1gbit", "burst", "256kb", "latency", "50ms")
+    # The relay is beside rank 1, with another address: neither side takes the path for a local one.
+    run_tool("ip", "-n", hosts[1], "address", "add", "10.77.0.3/24", "dev", hosts.interfaces[1])
+    program, source = str(tmp_path / "relay"), str(ROOT / "bench" / "lossy_relay.cpp")
+    run_tool("c++", "-O2", "-std=c++20", source, "-o", program)
+    issuer = Issuer(2)
+    ranks: list[NativeBackend] = []
+
+    def enter(rank: int, address: str) -> None:
+        """A socket belongs to the host of the thread that opens it."""
+        hosts.enter(rank)
+        ranks.extend(make(2, only=(rank,), bind=address, host=f"host {rank}"))
+
+    for rank, address in enumerate(("10.77.0.1", "10.77.0.3")):
+        thread = threading.Thread(target=enter, args=(rank, address))
+        thread.start()
+        thread.join()
+    cards = [rank.card() for rank in ranks]
+    words = [program, str(cards[1].port), "0", "20", "10.77.0.3", "10.77.0.2"]
+    command = ["ip", "netns", "exec", hosts[1], *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as between:
+        try:
+            assert between.stdout is not None
+            cards[1] = cards[1]._replace(address="10.77.0.2", port=int(between.stdout.readline()))
+            for rank in ranks:
+                rank.connect(cards, issuer.credentials(rank.rank))
+            exchange(*ranks)
+            data = (np.arange(64 << 20) * 17).astype(np.uint8)
+            with_first_window_s = len(data) / FIRST_WINDOW_BYTES * 0.04
+            for tag in range(
+                2, 12
+            ):  # the first messages make the windows grow; a busy machine needs some more
+                into = np.zeros_like(data)
+                began = time.monotonic()
+                receive = ranks[1].start_recv(0, 5, tag, memoryview(into))
+                send = ranks[0].start_send(1, 5, tag, memoryview(data))
+                wait_for_all(send, receive)
+                took_s = time.monotonic() - began
+                assert send.error is None
+                assert np.array_equal(into, data)
+                if took_s < with_first_window_s:
+                    break
+            else:
+                pytest.fail("the windows have not grown")
+            for rank in ranks:
+                rank.close()
+        finally:
+            between.terminate()

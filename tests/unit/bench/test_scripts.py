@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -76,6 +78,35 @@ def test_ratios_to_the_first_are_round_by_round(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.splitlines()[1].split() == ["second", "8.0", "3.00", "(2.00-4.00)"]
 
 
+def test_link_goals_that_the_median_misses_are_named_and_the_page_gets_the_table(tmp_path: Path) -> None:
+    rounds = {
+        "round trip 8 B": [{"tls": 1e-5, "quic": n * 1e-5} for n in (1.0, 1.4, 1.5)],
+        "64 MiB one way": [{"tls": 1e-2, "quic": 1e-2, "quic 1452": 1.4e-2}],
+        "9 ranks: all links": [{"tls": 0.2, "quic": 0.3}],
+        "9 ranks: sockets of a rank": [{"tls": 18, "quic": 1}, {"tls": 18, "quic": 2}],
+    }
+    kept, page = tmp_path / "rounds.json", tmp_path / "page.md"
+    kept.write_text(json.dumps(rounds))
+    page.write_text("before\n<!-- bench/links.py: begin -->\nold\n<!-- bench/links.py: end -->\nafter\n")
+    command = [sys.executable, str(ROOT / "bench" / "links.py"), "--seconds", "0", "--json", str(kept)]
+    done = subprocess.run([*command, "--into", str(page)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    missed = [
+        "round trip 8 B, quic: 1.40 of tls, goal 1.30",
+        "9 ranks: all links, quic: 1.50 of tls, goal 1.00",
+        "9 ranks: sockets of a rank: 2, goal 1",
+    ]
+    lines = done.stdout.splitlines()
+    assert [line.removeprefix("missed: ") for line in lines if line.startswith("missed")] == missed
+    assert "| round trip 8 B | 10.0 |  | 14.0 (1.40, 1.20-1.45) | 3 |" in page.read_text()
+    assert [line for line in page.read_text().splitlines() if line.startswith("- ")] == [
+        f"- {goal}" for goal in missed
+    ]
+    assert page.read_text().startswith("before\n")
+    assert page.read_text().endswith("after\n")
+    assert "old" not in page.read_text()
+
+
 @pytest.mark.more
 @pytest.mark.parametrize(
     ("arguments", "shown"),
@@ -90,10 +121,12 @@ def test_ratios_to_the_first_are_round_by_round(capsys: pytest.CaptureFixture[st
         ("limit.py -n 2 --mib 1 --rounds 1 --only all_reduce,scan", "scan"),
         ("local_ranks.py -n 2 --rounds 1 --mib 1", "all_reduce 1 MiB"),
         ("observers.py --links shm --times 5", "shm, await"),
+        ("links.py --seconds 1 --kinds tls,quic --rows 8 --plot {folder}/links.png", "| round trip 8 B |"),
+        ("links.py --seconds 1 --form 3", "| 3 ranks: sockets of a rank |"),
     ],
 )
-def test_a_short_run(arguments: str, shown: str) -> None:
-    name, *rest = arguments.split()
+def test_a_short_run(arguments: str, shown: str, tmp_path: Path) -> None:
+    name, *rest = arguments.format(folder=tmp_path).split()
     if name == "halo.py" and (why := SYSTEMS["mpi"].missing()) is not None:
         skip_without("the library of 'mpi'", why)
     command = [sys.executable, str(ROOT / "bench" / name), *rest]
