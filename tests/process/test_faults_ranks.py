@@ -33,7 +33,7 @@ from tests.support.faults import (
     until_lost,
 )
 from tests.support.metronome import Metronome
-from tests.support.processes import forked
+from tests.support.processes import PATIENCE_S, forked
 from tests.support.system import run_tool, skip_without
 
 import unisono as uni
