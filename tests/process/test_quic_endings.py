@@ -74,13 +74,13 @@ def test_forged_messages_that_a_port_is_closed_end_nothing() -> None:
     """Not even while the rank is stopped for a second and acknowledges nothing."""
 
     def talk(backend: NativeBackend, pipe: Any) -> float:
-        comm = Communicator.world(backend)
-        comm.barrier()
-        pipe.send((backend.card().address, backend.card().port))
-        pipe.recv()
-        x = np.full(1000, comm.rank + 1.0)
-        comm.all_reduce(x)
-        return float(x[0])
+        with Communicator.world(backend) as comm:
+            comm.barrier()
+            pipe.send((backend.card().address, backend.card().port))
+            pipe.recv()
+            x = np.full(1000, comm.rank + 1.0)
+            comm.all_reduce(x)
+            return float(x[0])
 
     with forked(talk, 2, kind="quic") as ranks:
         addresses = [ranks.receive(rank) for rank in range(2)]
@@ -179,19 +179,19 @@ def test_thirty_one_ranks_send_16_mib_to_one_with_a_small_buffer_and_nothing_is_
         return sum(int(row[-1]) for row in rows if int(row[1].split(":")[1], 16) == port)
 
     def program(backend: NativeBackend, _: Any) -> int:
-        comm = Communicator.world(backend)
-        comm.gather(np.zeros(1), 0)  # now all have a link to rank 0
-        before = drops(backend.card().port)
-        comm.barrier()
-        if comm.rank:
-            comm.send(np.full(nbytes, comm.rank, np.uint8), 0, 1)
+        with Communicator.world(backend) as comm:
+            comm.gather(np.zeros(1), 0)  # now all have a link to rank 0
+            before = drops(backend.card().port)
             comm.barrier()
-            return 0
-        into = np.zeros((size - 1, nbytes), np.uint8)
-        uni.wait_all([comm.start.recv(buf, src) for src, buf in enumerate(into, 1)])
-        assert all(np.all(buf == src) for src, buf in enumerate(into, 1))
-        comm.barrier()
-        return drops(backend.card().port) - before
+            if comm.rank:
+                comm.send(np.full(nbytes, comm.rank, np.uint8), 0, 1)
+                comm.barrier()
+                return 0
+            into = np.zeros((size - 1, nbytes), np.uint8)
+            uni.wait_all([comm.start.recv(buf, src) for src, buf in enumerate(into, 1)])
+            assert all(np.all(buf == src) for src, buf in enumerate(into, 1))
+            comm.barrier()
+            return drops(backend.card().port) - before
 
     with forked(program, size, kind="quic", links=lambda _: {"socket_buffer_bytes": 212_992 // 2}) as ranks:
         assert [ranks.result(rank, 120.0) for rank in range(size)] == [0] * size
@@ -203,21 +203,21 @@ def test_a_million_messages_with_key_updates_arrive_once_and_in_order() -> None:
     count, batch = 1_000_000, 1000
 
     def program(backend: NativeBackend, _: Any) -> int:
-        comm = Communicator.world(backend)
-        if comm.rank == 0:
-            x = np.zeros(1, np.int64)
-            for number in range(count):
-                x[0] = number * 3
-                comm.send(x, 1, number % 7)
-        else:
-            into = np.zeros(batch, np.int64)
-            rows = [into[i : i + 1] for i in range(batch)]
-            for begin in range(0, count, batch):
-                for i, row in enumerate(rows):
-                    comm.recv(row, 0, (begin + i) % 7)
-                assert np.array_equal(into, np.arange(begin, begin + batch) * 3)
-        comm.barrier()
-        return count
+        with Communicator.world(backend) as comm:
+            if comm.rank == 0:
+                x = np.zeros(1, np.int64)
+                for number in range(count):
+                    x[0] = number * 3
+                    comm.send(x, 1, number % 7)
+            else:
+                into = np.zeros(batch, np.int64)
+                rows = [into[i : i + 1] for i in range(batch)]
+                for begin in range(0, count, batch):
+                    for i, row in enumerate(rows):
+                        comm.recv(row, 0, (begin + i) % 7)
+                    assert np.array_equal(into, np.arange(begin, begin + batch) * 3)
+            comm.barrier()
+            return count
 
     with forked(program, 2, kind="quic", links=lambda _: {"rekey_records": 500}) as ranks:
         assert [ranks.result(rank, 240.0) for rank in range(2)] == [count] * 2

@@ -114,12 +114,12 @@ def test_datagrams_too_long_for_the_interface_become_short(hosts: Hosts) -> None
 
 
 def two_long_messages(backend: NativeBackend, _: Any) -> bool:
-    comm = Communicator.world(backend)
-    data = (np.arange(3_000_001) * 7 + comm.rank).astype(np.uint8)
-    into = np.zeros_like(data)
-    comm.sendrecv(data, 1 - comm.rank, into, 1 - comm.rank, timeout=PATIENCE_S)
-    comm.barrier()
-    return bool(np.array_equal(into, (np.arange(3_000_001) * 7 + 1 - comm.rank).astype(np.uint8)))
+    with Communicator.world(backend) as comm:
+        data = (np.arange(3_000_001) * 7 + comm.rank).astype(np.uint8)
+        into = np.zeros_like(data)
+        comm.sendrecv(data, 1 - comm.rank, into, 1 - comm.rank, timeout=PATIENCE_S)
+        comm.barrier()
+        return bool(np.array_equal(into, (np.arange(3_000_001) * 7 + 1 - comm.rank).astype(np.uint8)))
 
 
 def udp_sockets() -> Iterator[socket.socket]:
