@@ -112,6 +112,35 @@ def page_kinds(rows: dict[str, list[Turn]]) -> Iterator[str]:
             yield line([title, *cells, *ratios, f"{nexar:,}" if nexar else ""])
 
 
+def page_load(rows: dict[str, list[Turn]]) -> Iterator[str]:
+    """Rates of all, and percentiles of ours."""
+    peers = [(name, PEERS[name][0]) for name in OURS]
+    names = [*OURS, *dict.fromkeys(peer for _, peer in peers)]
+    beside_peers = [f"{TITLES[name]} / {TITLES[peer]}" for name, peer in peers]
+    yield from head(["calls per second", *(TITLES[name] for name in names), *beside_peers])
+    for row, turns in rows.items():
+        rates = [middle(turns, name) for name in names]
+        yield line([row, *rates, *(ratio(turns, name, peer) for name, peer in peers)])
+    yield ""
+    yield from head(["p50, p99, p99.9 in ms", *(TITLES[name] for name in OURS)])
+    for row, turns in rows.items():
+        some = {name: [turn[name] for turn in turns if name in turn] for name in OURS}
+        yield line(
+            [
+                row,
+                *(
+                    ", ".join(milliseconds(some[name], at) for at in (1, 2, 3)) if some[name] else ""
+                    for name in OURS
+                ),
+            ]
+        )
+
+
+def milliseconds(measured: list[Any], at: int) -> str:
+    """The median of one percentile, of microseconds."""
+    return figure(statistics.median(one[at] for one in measured) / 1000)
+
+
 def page_steps(rows: dict[str, list[Turn]]) -> Iterator[str]:
     """The steepest place of each link."""
     yield from head(["link", "bytes", "time of twice as many, in the same turn"])
@@ -229,7 +258,7 @@ the least and the most. nexar's figures are reported ones (0.2.0, both ranks in 
     ),
     "alike": ("The same bytes in four forms:", alike),
     "steps": ("The three steepest steps of each link, among bytes from 256 B to 16 MiB:", page_steps),
-    "load": ("Many calls under way, with an int; the ranks outnumber the cores:", load),
+    "load": ("Many calls under way, with an int; four ranks, so more than cores:", page_load),
     "busy": ("One call at a time with an int, while the callee's main thread is busy:", busy),
     "wakes": (
         """How often threads go to sleep per call, by their role. The engine's thread and readers that have

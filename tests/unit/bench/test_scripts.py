@@ -75,6 +75,8 @@ def test_the_page_of_calls_has_every_part_of_a_run_between_its_two_lines() -> No
         "| bytes, 1 KiB | 10.0 | 20.0 |  | 300 | 200 | 0.03 (0.03 to 0.03) | 0.10 (0.10 to 0.10) |  | 118 |",
         "| tcp, 64Ki | 100 | 110 | 140 | 1.10 (1.10 to 1.10) | 1.40 (1.40 to 1.40) |",
         "| TCP | 256 | 1.20 (1.20 to 1.20) |",
+        "| 64, 1 thread, to one rank | 1,000 |  |  | 1,000 |  | 1.00 (1.00 to 1.00) |  |  |",
+        "| 64, 1 thread, to one rank | 0.0, 0.0, 0.0 |  |  |",
         "| tcp, int | caller: readers 0.05 |",
     ):
         assert line in page.splitlines()
