@@ -235,9 +235,10 @@ class PendingCall(Work[Any], Waitable):
         with peer.lock:
             self.is_done = True
             callbacks, self._callbacks = self._callbacks, None
-        if self.outbound is not None and not self.outbound.is_done():
-            self.outbound.cancel()  # the call was refused before all of it was read
-        self.outbound = self.inbound = None
+        if self.outbound is not None:
+            self.outbound.cancel()  # nothing is left of it, unless the call was refused before all was read
+            self.outbound = None
+        self.inbound = None
         if self.parent is not None:
             self.parent.on_cancel.pop(self, None)
         if self.waiter is not None:
