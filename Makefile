@@ -1,5 +1,5 @@
 # Everything a newcomer needs: `make demo` and `make test` set the machine up by themselves.
-.PHONY: setup demo test test-more check format wheel bench bench-page torch-page soak sanitize sanitize-build fuzz clean
+.PHONY: setup demo test test-more check format wheel bench bench-page torch-page rpc-page soak sanitize sanitize-build fuzz clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -89,6 +89,15 @@ torch-page: $(STAMP)
 	$(BIN)/python bench/torch_collectives.py --keep $(VENV)/torch.json
 	$(BIN)/python bench/torch_ddp.py --keep $(VENV)/torch.json
 	$(BIN)/python bench/torch_page.py $(VENV)/torch.json docs
+
+# The tables of docs/rpc.md, likewise.
+RPC := $(BIN)/python bench/rpc.py --json $(VENV)/rpc.json
+rpc-page: $(STAMP)
+	rm -f $(VENV)/rpc.json
+	$(RPC) --parts kinds --rows page --only shm,tcp,tls,torch,torch-tcp --seconds 0.1
+	$(RPC) --parts sendrecv,alike,steps,busy,wakes --only shm,tcp,tls --seconds 0.15
+	$(RPC) --parts load --only shm,tcp,tls,torch,torch-tcp
+	$(BIN)/python bench/rpc.py --tables $(VENV)/rpc.json --into docs/rpc.md
 
 # A thousand ranks killed at random, every value checked, nothing left behind. Then what ranks must do and bear, on
 # every kind of links: the acceptance tests, the cases and properties of every backend, a thousand flipped bits, the

@@ -8,10 +8,12 @@ bytes only. Libraries that are not installed are left out: `pip install grpcio p
 
     python bench/rpc.py [--quick] [--parts kinds,sendrecv,steps,alike,load,busy,wakes] [--rounds 3]
         [--seconds 0.3] [--only shm,tcp,tls,torch,torch-tcp,grpc,zmq] [--rows int,bytes-1Ki] [--json FILE]
-    python bench/rpc.py --tables FILE
+    python bench/rpc.py --tables FILE [--into PAGE]
 
 A whole run takes long. With `--json`, several runs add to one file: make it in short pieces, by `--parts`,
-`--only` and `--rows`, and print all tables from it with `--tables`.
+`--only` and `--rows`, and print all tables from it with `--tables`; with `--into`, those of a page are
+written between the lines of the page that name this file. `--rows page` are the rows of docs/rpc.md, for
+which `make rpc-page` runs all pieces.
 
 - kinds: each kind of argument there and back; also in calls with an int.
 - sendrecv: echo of bytes and of an array beside the same bytes by send and recv on that link. Rows are sizes.
@@ -64,22 +66,32 @@ def main() -> None:
     options.add_argument("--rounds", type=int)
     options.add_argument("--seconds", type=float, help="of one turn")
     options.add_argument("--only", default=",".join(NEEDS))
-    options.add_argument("--rows", help="of kinds, sendrecv, alike and load; by default all")
+    options.add_argument(
+        "--rows", help="of kinds, sendrecv, alike and load; by default all, 'page': of the page"
+    )
     options.add_argument("--json", type=pathlib.Path, help="add the turns to this file")
     options.add_argument("--beside", default="nothing else", help="what else ran, for the record")
     options.add_argument("--tables", type=pathlib.Path, help="measure nothing, print the tables of this file")
+    options.add_argument("--into", type=pathlib.Path, help="with --tables: write those of a page into it")
     given = options.parse_args()
     parts = given.parts.split(",")
     if given.tables is not None:
-        show(json.loads(given.tables.read_text()), parts)
+        data = json.loads(given.tables.read_text())
+        if given.into is None:
+            show(data, parts)
+        else:
+            given.into.write_text(rpc_tables.into_page(given.into.read_text(), data))
         return
     rounds = given.rounds or (1 if given.quick else 3)
     seconds = given.seconds or (0.05 if given.quick else 0.3)
     rows = given.rows.split(",") if given.rows else None
+    if given.rows == "page":
+        rows = list(rpc_tables.PAGE_ROWS)
     names = [name for name in given.only.split(",") if importlib.util.find_spec(NEEDS[name])]
     found: dict[str, Any] = {"about": [about(names, rounds, seconds, given.beside)]}
     with contextlib.ExitStack() as stack:
-        clients = {name: stack.enter_context(started(name)) for name in names}
+        # Under load every library has the machine to itself.
+        clients = {name: stack.enter_context(started(name)) for name in names if set(parts) - {"load"}}
         for _ in range(rounds):
             for part in parts:
                 if part == "kinds":

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
-__all__ = ["PARTS", "merge", "tables"]
+__all__ = ["PAGE_ROWS", "PARTS", "into_page", "merge", "tables"]
 
 # By name of what was measured: a time in microseconds, or p50, p99 and p99.9 of it.
 Turn: TypeAlias = dict[str, Any]
@@ -23,6 +23,41 @@ PEERS = {"shm": ("torch",), "tcp": ("torch-tcp", "torch"), "tls": ("torch-tcp",)
 LIBRARIES = ("shm", "tcp", "tls", "torch", "torch-tcp", "grpc", "zmq")
 OURS = ("shm", "tcp", "tls")
 MESSAGES, FORMS = "messages", ("bytes", "bytearray", "text", "array")
+BEGIN, END = "<!-- bench/rpc.py: begin -->", "<!-- bench/rpc.py: end -->"
+# The rows of the page, and what they are called there.
+PAGE_ROWS = {
+    "int": "an int",
+    "text-100": "a text of 100 characters",
+    "list-3": "a list of three ints",
+    "keywords": "keyword arguments",
+    "dict-3": "a dict of three",
+    "set-3": "a set of three ints",
+    "tuple-20": "a tuple of 20 ints",
+    "dataclass": "a registered dataclass",
+    "named-tuple": "a registered named tuple",
+    "numpy-scalar": "a NumPy scalar",
+    "floats-1000": "a list of 1,000 floats",
+    "array-8": "an array of 8 bytes",
+    "bytes-1Ki": "bytes, 1 KiB",
+    "array-1Ki": "an array, 1 KiB",
+    "bytes-64Ki": "bytes, 64 KiB",
+    "array-64Ki": "an array, 64 KiB",
+    "bytes-1Mi": "bytes, 1 MiB",
+    "array-1Mi": "an array, 1 MiB",
+    "bytes-16Mi": "bytes, 16 MiB",
+    "array-16Mi": "an array, 16 MiB",
+}
+TITLES = {
+    "shm": "shared memory",
+    "tcp": "TCP",
+    "tls": "TLS",
+    "torch": "torch.rpc",
+    "torch-tcp": "torch.rpc by TCP",
+    "grpc": "gRPC",
+    "zmq": "ZeroMQ",
+}
+# nexar 0.2.0, both ranks in one process, over TCP: reported figures, not measured here.
+NEXAR_US = {"bytes-1Ki": 118, "bytes-1Mi": 5000}
 
 
 def merge(into: dict[str, Any], new: dict[str, Any]) -> None:
@@ -43,6 +78,77 @@ def tables(data: dict[str, Any], parts: Iterable[str]) -> Iterator[str]:
         if data.get(part):
             yield ""
             yield from PARTS[part](data[part])
+
+
+def into_page(text: str, data: dict[str, Any]) -> str:
+    """A page with the tables of a run between its two lines that name this bench."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"the page has no lines {BEGIN} and {END}")
+    return "\n".join([before + BEGIN, "", *page(data), "", END + after])
+
+
+def page(data: dict[str, Any]) -> Iterator[str]:
+    """What a page shows of a run: times beside torch's, then the other parts."""
+    for about in dict.fromkeys(data.get("about", ())):
+        yield f"- {about}"
+    for part, (words, made) in PAGE.items():
+        if data.get(part):
+            yield from ("", words, "", *made(data[part]))
+
+
+def page_kinds(rows: dict[str, list[Turn]]) -> Iterator[str]:
+    """Each kind of argument beside torch, one line each."""
+    peers = [(name, PEERS[name][0]) for name in OURS]
+    names = [*OURS, *dict.fromkeys(peer for _, peer in peers)]
+    beside_peers = [f"{TITLES[name]} / {TITLES[peer]}" for name, peer in peers]
+    yield from head(["microseconds", *(TITLES[name] for name in names), *beside_peers, "nexar"])
+    for row, title in PAGE_ROWS.items():
+        if row in rows:
+            turns, nexar = rows[row], NEXAR_US.get(row)
+            ratios = [ratio(turns, name, peer) for name, peer in peers]
+            cells = [middle(turns, name) for name in names]
+            yield line([title, *cells, *ratios, f"{nexar:,}" if nexar else ""])
+
+
+def page_load(rows: dict[str, list[Turn]]) -> Iterator[str]:
+    """Rates of all, and percentiles of ours."""
+    peers = [(name, PEERS[name][0]) for name in OURS]
+    names = [*OURS, *dict.fromkeys(peer for _, peer in peers)]
+    beside_peers = [f"{TITLES[name]} / {TITLES[peer]}" for name, peer in peers]
+    yield from head(["calls per second", *(TITLES[name] for name in names), *beside_peers])
+    for row, turns in rows.items():
+        rates = [middle(turns, name) for name in names]
+        yield line([row, *rates, *(ratio(turns, name, peer) for name, peer in peers)])
+    yield ""
+    yield from head(["p50, p99, p99.9 in ms", *(TITLES[name] for name in OURS)])
+    for row, turns in rows.items():
+        some = {name: [turn[name] for turn in turns if name in turn] for name in OURS}
+        yield line(
+            [
+                row,
+                *(
+                    ", ".join(milliseconds(some[name], at) for at in (1, 2, 3)) if some[name] else ""
+                    for name in OURS
+                ),
+            ]
+        )
+
+
+def milliseconds(measured: list[Any], at: int) -> str:
+    """The median of one percentile, of microseconds."""
+    return figure(statistics.median(one[at] for one in measured) / 1000)
+
+
+def page_steps(rows: dict[str, list[Turn]]) -> Iterator[str]:
+    """The steepest place of each link."""
+    yield from head(["link", "bytes", "time of twice as many, in the same turn"])
+    for name, turns in rows.items():
+        sizes = {int(size) for turn in turns for size in turn}
+        found = [(n, [p50(t, str(2 * n)) / p50(t, str(n)) for t in turns]) for n in sizes if 2 * n in sizes]
+        for n, ratios in sorted(found, key=lambda one: -statistics.median(one[1]))[:3]:
+            yield line([TITLES[name], f"{n:,}", spread(ratios)])
 
 
 def kinds(rows: dict[str, list[Turn]]) -> Iterator[str]:
@@ -137,6 +243,28 @@ PARTS: dict[str, Callable[[dict[str, list[Turn]]], Iterator[str]]] = {
     "load": load,
     "busy": busy,
     "wakes": wakes,
+}
+
+# The sentence above each table of a page.
+PAGE: dict[str, tuple[str, Callable[[dict[str, list[Turn]]], Iterator[str]]]] = {
+    "kinds": (
+        """The median time of a call and its answer, and ratios within a turn: their median, and in brackets
+the least and the most. nexar's figures are reported ones (0.2.0, both ranks in one process, TCP).""",
+        page_kinds,
+    ),
+    "sendrecv": (
+        "Calls with bytes and with an array beside the same bytes there and back by `send` and `recv`:",
+        sendrecv,
+    ),
+    "alike": ("The same bytes in four forms:", alike),
+    "steps": ("The three steepest steps of each link, among bytes from 256 B to 16 MiB:", page_steps),
+    "load": ("Many calls under way, with an int; four ranks, so more than cores:", page_load),
+    "busy": ("One call at a time with an int, while the callee's main thread is busy:", busy),
+    "wakes": (
+        """How often threads go to sleep per call, by their role. The engine's thread and readers that have
+no work look again each millisecond or so while a call lasts, so a longer call has more:""",
+        wakes,
+    ),
 }
 
 

@@ -328,6 +328,51 @@ def never_waits(comm: uni.Communicator, path: str) -> int:
     return len(set(came))
 
 
+def waited_for_twice(comm: uni.Communicator) -> float:
+    """The longest time from the end of a call until the last of three threads has its value."""
+    agent = Agent(comm)
+    release = threading.Event()
+
+    @agent.expose
+    def waits() -> float:
+        release.wait(PATIENCE_S)
+        release.clear()
+        return time.monotonic()  # the same clock for both ranks
+
+    @agent.expose
+    def lasts() -> None:
+        time.sleep(0.2)
+
+    agent.register("release", release.set)
+    comm.barrier()
+    late = 0.0
+    if comm.rank == 0:
+        for _ in range(3):
+            work, came = agent.start(1, "waits"), []
+            threads = [
+                threading.Thread(target=lambda w=work, c=came: c.append(-w.wait() + time.monotonic()))
+                for _ in range(3)
+            ]
+            reads = threading.Thread(target=agent.call, args=(1, "lasts"))  # this thread reads for all
+            reads.start()
+            time.sleep(0.02)
+            for thread in threads:
+                thread.start()
+            time.sleep(0.05)
+            agent.notify(1, "release")
+            for thread in (*threads, reads):
+                thread.join(PATIENCE_S)
+            assert len(came) == 3
+            late = max(late, *came)
+    comm.barrier()
+    return late
+
+
+@pytest.mark.parametrize("kind", ["local", "shm", "tcp"])
+def test_every_thread_that_waits_for_a_call_is_woken(kind: str) -> None:
+    assert run(kind, waited_for_twice, 2)[0] < 0.5
+
+
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_started_calls_are_sent_although_no_thread_waits(kind: str, tmp_path: Path) -> None:
     assert run(kind, never_waits, 2, str(tmp_path / "all")) == [0, 100]

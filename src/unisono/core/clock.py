@@ -96,7 +96,13 @@ class RealRuntime(Runtime):
 
     def __init__(self) -> None:
         self._timers = _Timers()
+        self._forks = _forks
         _collected.serve()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether the process was forked since."""
+        return self._forks != _forks
 
     def now(self) -> float:
         """Seconds of the monotonic clock."""
@@ -279,6 +285,7 @@ class _Collected:
 
 
 _collected = _Collected()
+_forks = 0  # between the first process and this one
 
 
 def when_dropped(one: object, fn: Callable[[], None]) -> Dropped:
@@ -325,8 +332,9 @@ def file_age_s(path: Path) -> float:
 
 def _after_fork() -> None:
     """No thread survives a fork, and locks that one held stay locked."""
-    global _collected
+    global _collected, _forks
     _collected = _Collected()
+    _forks += 1
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -108,6 +108,11 @@ class Runtime(ABC):
         """Whether a simulated crash has ended this rank: then unfinished operations are no mistake."""
         return False
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a forked child of its process: threads stayed behind, and their locks locked."""
+        return False
+
     @abstractmethod
     def now(self) -> float:
         """Seconds on a monotonic clock."""

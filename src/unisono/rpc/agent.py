@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -20,10 +19,11 @@ from unisono.core.waits import wait_all
 from unisono.core.work import Work
 from unisono.errors import UnisonoError, UsageError
 from unisono.messaging.backend import Backend
-from unisono.rpc.client import TIMEOUT_S, CallStarter, PendingCall
+from unisono.rpc.client import TIMEOUT_S, CallStarter
 from unisono.rpc.dispatch import FrameDispatcher
 from unisono.rpc.objects import Objects, Proxy, Reference
 from unisono.rpc.peers import Peers
+from unisono.rpc.pending_call import PendingCall
 from unisono.rpc.registry import Registry, check_name
 from unisono.rpc.server import Server
 from unisono.rpc.streams import Stream
@@ -134,7 +134,7 @@ class Agent:
         self._server.pool.start()
         if mailbox is not None:
             # When the interpreter ends, no thread of the pool may return into Python from the mailbox.
-            atexit.register(self._leave_at_exit, os.getpid())
+            atexit.register(self._leave_at_exit)
         self._directory.add_service(service)
 
     @property
@@ -250,7 +250,15 @@ class Agent:
         Raises:
             UnisonoError: as in `call`: the first error, after all calls have ended.
         """
-        works = [self.start(rank, name, *args, timeout=timeout, **kwargs) for rank in range(len(self._peers))]
+        works: list[Work[Any]] = []
+        try:
+            for rank in range(len(self._peers)):
+                work = self.start(rank, name, *args, timeout=timeout, **kwargs)
+                works.append(work)
+        except BaseException:
+            for work in works:
+                work.cancel()
+            raise
         return wait_all(works)
 
     def notify(self, dst: int | str, name: str, /, *args: Any, **kwargs: Any) -> None:
@@ -354,7 +362,7 @@ class Agent:
     # -- endings ------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Finish the calls that came, end those that were made, and leave.
+        """Finish the calls that came, end those that were made, send the notifications, and leave.
 
         Blocks up to `Config.flush_s`. A rank that calls this one from now on gets PeerLost. A second call
         does nothing.
@@ -368,11 +376,13 @@ class Agent:
                 return
             self._is_closing = True
         atexit.unregister(self._leave_at_exit)
+        if self._runtime.is_forked:
+            return
         self._client.refuse_calls()
         self._server.refuse_calls()
         flush_s = self._backend.config.flush_s
         waiting = Waiting(self._peers.own.world_rank, (), "closing the agent")
-        self._server.drain(self._runtime.deadline(flush_s))
+        self._server.drain(self._runtime.deadline(flush_s), self._client.is_all_sent)
         self._peers.say_goodbye()
         self._client.close()
         self._directory.remove_service(self._service)
@@ -393,9 +403,9 @@ class Agent:
         state = ", closed" if self._client.is_closed else ""
         return f"<Agent of rank {self._backend.rank} on {self._communicator!r}{state}>"
 
-    def _leave_at_exit(self, pid: int) -> None:
+    def _leave_at_exit(self) -> None:
         """The interpreter ends and the program has not closed the agent: leave without a goodbye."""
-        if self._is_closing or os.getpid() != pid:
+        if self._is_closing or self._runtime.is_forked:
             return
         self._is_closing = True
         self._client.close()

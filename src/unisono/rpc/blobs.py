@@ -46,14 +46,14 @@ class OutboundBlobs:
             (_tag(number, index), blob) for index, blob in enumerate(blobs)
         ]
         self._lent: Sequence[LentBuffer] | None = None
-        self._uncertain: Sequence[LentBuffer] = ()  # those that can be withdrawn
+        self._uncertain: list[LentBuffer] = []  # those that can be withdrawn
         self._is_cancelled = False
 
     def on_lent(self, lent: Sequence[LentBuffer]) -> None:
         """They are sent, with their frame."""
-        self._uncertain = [
-            one for one, (_, blob) in zip(lent, self.parts, strict=True) if blob.nbytes > CERTAIN_BLOB_BYTES
-        ]
+        for one, (_, blob) in zip(lent, self.parts, strict=True):
+            if blob.nbytes > CERTAIN_BLOB_BYTES:
+                self._uncertain.append(one)
         self.parts = ()
         self._lent = lent
         if self._is_cancelled:
@@ -94,9 +94,10 @@ class InboundValue:
         self._left = len(self._memory) + 1
         self._error: BaseException | None = None
         self._cancels = []
+        are_certain = frame.blob_bytes <= CERTAIN_BLOB_BYTES
         for index, memory in enumerate(self._memory):
             cancel = transport.receive(source, _tag(frame.number, index), memory, self._on_blob)
-            if memoryview(memory).nbytes > CERTAIN_BLOB_BYTES:
+            if not are_certain and memoryview(memory).nbytes > CERTAIN_BLOB_BYTES:
                 self._cancels.append(cancel)
         self._on_blob(no_memory)
 

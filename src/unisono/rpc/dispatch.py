@@ -22,7 +22,7 @@ from unisono.errors import (
     UnisonoError,
 )
 from unisono.rpc.blobs import InboundValue, discard
-from unisono.rpc.client import CallStarter, PendingCall
+from unisono.rpc.client import CallStarter
 from unisono.rpc.frame import (
     ACK,
     ANSWER,
@@ -40,6 +40,7 @@ from unisono.rpc.frame import (
     texts_of,
 )
 from unisono.rpc.peers import Peer, Peers, closed_there, lost
+from unisono.rpc.pending_call import PendingCall
 from unisono.rpc.server import Server
 from unisono.rpc.streams import ItemBuffer
 from unisono.rpc.transport import RpcTransport
@@ -98,9 +99,11 @@ class FrameDispatcher:
                 discard(self._transport, peer.rank, frame)
                 self._peers.send(peer.rank, short(CANCEL, frame.call))
         elif pending.buffer is not None:
-            total = 0 if frame.blob_bytes else frame_value(frame.data)
-            pending.buffer.end_at(total if type(total) is int else 0)
-            _complete_stream(pending, pending.buffer)
+            total = None if frame.blob_bytes else frame_value(frame.data)
+            if type(total) is not int:
+                raise ProtocolError("a malformed frame: the number of items was expected")
+            pending.buffer.end_at(total)
+            _end_stream(pending, pending.buffer)
         elif frame.blob_bytes:
             self._receive_answer(pending, frame)
         else:
@@ -124,9 +127,15 @@ class FrameDispatcher:
 
     def _on_failure(self, peer: Peer, frame: Frame) -> None:
         kind, what, type_name, traceback_text = texts_of(frame, 4)
-        if (pending := peer.calls.pop(frame.call, None)) is not None:
-            error = _error_of(pending, kind, what, type_name, traceback_text)
-            pending.fail(error.located(pending.location()))
+        pending = peer.calls.get(frame.call)
+        if pending is None:
+            return
+        error = _error_of(pending, kind, what, type_name, traceback_text).located(pending.location())
+        if pending.buffer is not None:
+            pending.buffer.end_at(frame.count, error)
+            _end_stream(pending, pending.buffer)
+        elif peer.calls.pop(frame.call, None) is not None:
+            pending.fail(error)
 
     # -- items --------------------------------------------------------------------------------------------
 
@@ -136,9 +145,11 @@ class FrameDispatcher:
             discard(self._transport, peer.rank, frame)
             return  # it was given up: the callee was told, and withdraws the longer blobs
 
+        buffer.announce(frame.count)
+
         def end(value: Any, error: BaseException | None) -> None:
             buffer.add(frame.count, value, error)
-            _complete_stream(pending, buffer)
+            _end_stream(pending, buffer)
 
         if not frame.blob_bytes:
             end(*_value_of(frame))
@@ -180,10 +191,13 @@ def _value_of(frame: Frame) -> tuple[Any, BaseException | None]:
         return None, error
 
 
-def _complete_stream(pending: PendingCall, buffer: ItemBuffer) -> None:
-    """End a stream once its last item is here: its ANSWER may arrive before its items."""
+def _end_stream(pending: PendingCall, buffer: ItemBuffer) -> None:
+    """End a stream once its last item is here: its ANSWER or FAILURE may arrive before its items."""
     if buffer.is_complete and pending.peer.calls.pop(pending.number, None) is not None:
-        pending.complete(buffer.total)
+        if buffer.error is None:
+            pending.complete(buffer.total)
+        else:
+            pending.fail(buffer.error)
 
 
 def _error_of(

@@ -7,7 +7,8 @@ Every frame has the same fields and a value of any kind. Long parts of the value
   of the call; 0 is a notification, which gets no answer. With a `count`, the items of a generator are wanted:
   this many before the reader asks for more.
 - ANSWER: the value is the result of `call`; after a generator's last item, the number of its items.
-- FAILURE: the value is (kind, what, type_name, traceback_text). dispatch.py makes an error of it.
+- FAILURE: the value is (kind, what, type_name, traceback_text). dispatch.py makes an error of it. A generator
+  has sent `count` items before.
 - ITEM: the value is the item of a generator with the index `count`.
 - MORE: the reader of a generator wants `count` more items.
 - CANCEL: the caller no longer waits for `call`.
@@ -87,11 +88,13 @@ def short(kind: int, call: int = 0, *, count: int = 0, value: Any = None) -> byt
     return pack_frame(kind, call, 0, "", None, count, value)[0]
 
 
-def failure(call: int, kind: str, what: str, type_name: str = "", traceback_text: str = "") -> bytes:
+def failure(
+    call: int, kind: str, what: str, type_name: str = "", traceback_text: str = "", items: int = 0
+) -> bytes:
     """Why a call failed, in texts that are cut to fit; of a traceback the end is kept."""
     what, type_name = _cut(what, slice(TEXT_CHARS_MAX)), _cut(type_name, slice(NAME_CHARS_MAX))
     trace = _cut(traceback_text, slice(-_TRACE_CHARS_MAX, None))
-    return short(FAILURE, call, value=(kind, what, type_name, trace))
+    return short(FAILURE, call, count=items, value=(kind, what, type_name, trace))
 
 
 def arguments_of(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -37,7 +37,7 @@ from unisono.rpc.transport import (
 )
 
 if TYPE_CHECKING:
-    from unisono.rpc.client import PendingCall
+    from unisono.rpc.pending_call import PendingCall
 
 __all__ = ["QUEUE_MAX", "AdmissionWait", "Peer", "Peers", "busy", "closed_there", "lost"]
 

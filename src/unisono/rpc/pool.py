@@ -9,6 +9,7 @@ does the next thread read on (see native/engine/mailbox.hpp). Without one, idle 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     import asyncio
 
 __all__ = ["WAITING_MAX", "Loop", "Pool", "Reader", "held_slot", "run_virtual"]
+
+_log = logging.getLogger("unisono.rpc")
 
 # Handlers that wait for other ranks, each on a thread of its own.
 WAITING_MAX: Final = 1024
@@ -237,6 +240,7 @@ class Loop:
         self._loop = asyncio.new_event_loop()
         self._ident = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closing = False
         self._is_over = runtime.event()
         runtime.start_thread(self._run_thread, name)
 
@@ -260,6 +264,7 @@ class Loop:
         """Cancel what runs, and end the thread."""
 
         def end() -> None:
+            self._is_closing = True
             for task in list(self._tasks):
                 task.cancel()
             self._loop.call_soon(self._loop.stop)
@@ -274,7 +279,11 @@ class Loop:
         self._ident = threading.get_ident()
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_forever()
+            while not self._is_closing:
+                try:
+                    self._loop.run_forever()
+                except BaseException:  # SystemExit, for example, of a task that a handler has started
+                    _log.exception("a task or callback of an async handler raised")
             self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         finally:

@@ -228,16 +228,19 @@ class Server:
         """The agent begins to close: only calls are served that it may depend on itself."""
         self._is_closing = True
 
-    def drain(self, deadline: Deadline) -> None:
-        """Wait until every call that came is answered; a handler that closes the agent does not wait."""
+    def drain(self, deadline: Deadline, is_all_sent: Callable[[], bool]) -> None:
+        """Wait until all that came is served and all is sent; a handler that closes does not wait."""
+        if self.pool.is_mine or (self.loop is not None and self.loop.is_mine):
+            return
         pause_s = _DRAIN_LOOK_MIN_S
-        while not (self.pool.is_mine or self._is_idle() or deadline.has_passed(self._runtime.now())):
+        while not ((self._is_idle() and is_all_sent()) or deadline.has_passed(self._runtime.now())):
             self._runtime.sleep(pause_s)
             pause_s = min(2 * pause_s, _DRAIN_LOOK_MAX_S)
 
     def _is_idle(self) -> bool:
         # In this order: a handler that ends leaves its answer among the unread ones.
-        return not any(self._tables) and self.pool.is_idle() and self._unread.are_all_read()
+        are_served = not (any(self._tables) or any(self._notifications))
+        return are_served and self.pool.is_idle() and self._unread.are_all_read()
 
     def close(self, timeout: float, waiting: Waiting) -> None:
         """Answer no more calls. The pool is closed separately, after the transport that its threads read."""
@@ -377,8 +380,6 @@ class Server:
                 self.loop = Loop(self._runtime, f"unisono-rpc-loop-{self._peers.own.world_rank}")
 
         async def job() -> None:
-            import asyncio
-
             self._release_budget(incoming)
             if not self._may_run(incoming):
                 return
@@ -388,9 +389,7 @@ class Server:
                     made = handler.fn(*bound[0], **bound[1])
                     is_stream = handler.is_stream
                     self._answer(incoming, await (self._stream_async(incoming, made) if is_stream else made))
-            except asyncio.CancelledError:
-                self._fail(incoming, "closed", "")
-            except BaseException as error:
+            except BaseException as error:  # of a call that was cancelled it is not sent
                 self._raised(incoming, error)
 
         def on_task(cancel: Callable[[], object]) -> None:
@@ -468,6 +467,7 @@ class Server:
         if incoming.is_cancelled:  # by now: the cancellation may not have found these blobs
             self._unread.cancel(source, incoming.call)
             return
+        incoming.credit.sent = index + 1
         self._peers.send(source, frame, outbound=outbound)
 
     def _answer(self, incoming: Incoming, value: Any) -> None:
@@ -491,8 +491,9 @@ class Server:
         is_builtin = kind.__module__ == "builtins"
         name = kind.__qualname__ if is_builtin else f"{kind.__module__}.{kind.__qualname__}"
         try:
-            text, trace = str(error), "".join(traceback.format_exception(error))
-        except Exception:  # its own __str__ may raise
+            # Joined to a plain text: a subclass may have odd methods.
+            text, trace = "".join([str(error)]), "".join(traceback.format_exception(error))
+        except BaseException:  # its own __str__ may raise anything
             text, trace = "an exception whose text cannot be read", ""
         self._fail(incoming, "raised", text, name, trace)
 
@@ -504,7 +505,8 @@ class Server:
             self._acknowledge(incoming)
             _log.warning("a notification of %r from rank %d failed: %s %s", incoming.name, source, kind, what)
         elif self._tables[source].pop(call, None) is not None:
-            self._peers.send(source, failure(call, kind, what, type_name, traceback_text))
+            items = 0 if incoming.credit is None else incoming.credit.sent
+            self._peers.send(source, failure(call, kind, what, type_name, traceback_text, items))
 
     def _acknowledge(self, incoming: Incoming) -> None:
         """A notification has ended: its sender may send another. Calls need no acknowledgement."""

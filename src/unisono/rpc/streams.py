@@ -13,13 +13,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from unisono.core.runtime import Runtime
-from unisono.errors import DeadlineExceeded
+from unisono.errors import DeadlineExceeded, ProtocolError
 from unisono.rpc.transport import Waitable
 
 if TYPE_CHECKING:
     import asyncio
 
-    from unisono.rpc.client import PendingCall
+    from unisono.rpc.pending_call import PendingCall
 
 __all__ = ["WINDOW", "Credit", "ItemBuffer", "Signal", "Stream", "wake_loop"]
 
@@ -55,11 +55,12 @@ class Signal(Waitable):
 
 
 class Credit(Signal):
-    """How many more items a reader allows; the generator's side waits for it."""
+    """How many more items a reader allows; the generator's side waits for it. `sent` is how many it got."""
 
     def __init__(self, count: int, wake: Callable[[Waitable], None]) -> None:
         super().__init__(wake)
         self.count = count
+        self.sent = 0
 
 
 class ItemBuffer(Signal):
@@ -69,8 +70,28 @@ class ItemBuffer(Signal):
         super().__init__(wake)
         self.items: dict[int, tuple[Any, BaseException | None]] = {}
         self._lock = threading.Lock()
+        self._expected = set(range(WINDOW))
+        self._requested = WINDOW
         self._arrived = 0
         self.total: int | None = None
+        self.error: BaseException | None = None  # that ended the generator
+
+    def expect(self, count: int) -> None:
+        """The reader asks for more items."""
+        with self._lock:
+            self._expected.update(range(self._requested, self._requested + count))
+            self._requested += count
+
+    def announce(self, index: int) -> None:
+        """An item comes.
+
+        Raises:
+            ProtocolError: the reader did not ask for it, or it came before.
+        """
+        with self._lock:
+            if index not in self._expected:
+                raise ProtocolError("an item that its reader did not ask for")
+            self._expected.remove(index)
 
     def add(self, index: int, value: Any, error: BaseException | None = None) -> None:
         """An item has arrived, or never will."""
@@ -79,10 +100,10 @@ class ItemBuffer(Signal):
             self._arrived += 1
         self.notify()
 
-    def end_at(self, total: int) -> None:
+    def end_at(self, total: int, error: BaseException | None = None) -> None:
         """The generator has ended after this many items; some may still be on their way."""
         with self._lock:
-            self.total = total
+            self.total, self.error = total, error
 
     @property
     def is_complete(self) -> bool:
@@ -121,9 +142,10 @@ class Stream(Iterator[Any], AsyncIterator[Any]):
         deadline = runtime.deadline(self._timeout)
         while True:
             buffer.is_done = False
+            has_ended = self._pending.is_done  # first: the items that came before the end are here by then
             if self._next in buffer.items:
                 return self._take()
-            if self._is_over():
+            if has_ended and self._is_over():
                 raise StopIteration
             self._pending.wait_outside_slot(buffer, deadline)
             if not buffer.is_done and deadline.has_passed(runtime.now()):
@@ -144,9 +166,10 @@ class Stream(Iterator[Any], AsyncIterator[Any]):
         deadline = runtime.deadline(self._timeout)
         while True:
             changed = buffer.next_change()
+            has_ended = self._pending.is_done
             if self._next in buffer.items:
                 return self._take()
-            if self._is_over():
+            if has_ended and self._is_over():
                 raise StopAsyncIteration
             try:
                 await asyncio.wait_for(changed, deadline.remaining(runtime.now()))
@@ -157,11 +180,13 @@ class Stream(Iterator[Any], AsyncIterator[Any]):
                 raise
 
     def _is_over(self) -> bool:
-        pending = self._pending
-        if not pending.is_done:
-            return False
+        """Whether the call, which has ended, has no more items.
+
+        Raises:
+            UnisonoError: that ended it.
+        """
         self._finalizer.detach()
-        return bool(pending.wait() <= self._next)  # `wait` raises the error of a failed call
+        return bool(self._pending.wait() <= self._next)
 
     def _expired(self) -> DeadlineExceeded:
         pending = self._pending
@@ -192,6 +217,7 @@ class Stream(Iterator[Any], AsyncIterator[Any]):
         value, error = self._buffer.items.pop(self._next)
         self._next += 1
         if self._next % (WINDOW // 2) == 0 and not self._pending.is_done:
+            self._buffer.expect(WINDOW // 2)
             self._pending.request_items(WINDOW // 2)
         if error is not None:
             self.close()

@@ -474,7 +474,8 @@ class MailboxTransport(RpcTransport):
             except KeyError:
                 return
             waiter = waitable.waiter
-            if waiter is not None and waiter is not self:
+            # One whose answer is here was woken for that, and does not read.
+            if waiter is not None and waiter is not self and not waitable.is_done:
                 _release(waiter)
                 return
 

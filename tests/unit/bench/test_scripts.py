@@ -50,6 +50,40 @@ def test_the_slowest_rank_of_each_round_counts() -> None:
     assert script("limit").slowest(of_ranks) == [{"a": 3.0, "b": 5.0}, {"a": 2.0, "b": 2.0}]
 
 
+def test_the_page_of_calls_has_every_part_of_a_run_between_its_two_lines() -> None:
+    tables = script("rpc_tables")
+    times = {"shm": [10.0, 20.0, 30.0], "tcp": [20.0, 30.0, 40.0], "torch": [300.0, 1, 1], "torch-tcp": 200.0}
+    forms = {"messages": 100.0, "bytes": 110.0, "bytearray": 120.0, "text": 130.0, "array": 140.0}
+    rate = {name: [1000.0, 1.0, 2.0, 3.0] for name in ("shm", "torch")}
+    data = {
+        "about": ["a machine", "a machine"],
+        "kinds": {"int": [times, times], "bytes-1Ki": [times]},
+        "sendrecv": {"tcp, 64Ki": [forms]},
+        "alike": {"tcp, 64Ki": [forms]},
+        "steps": {"tcp": [{"256": 10.0, "512": 12.0, "1024": 13.0}]},
+        "load": {"64, 1 thread, to one rank": [rate]},
+        "busy": {"tcp, sleeps": [{"int": [20.0, 30.0, 40.0]}]},
+        "wakes": {"tcp, int": [{"caller: readers": 0.05}]},
+    }
+    page = tables.into_page(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n", data)
+    assert page.startswith(f"before\n{tables.BEGIN}\n\n- a machine\n\n")
+    assert page.endswith(f"\n\n{tables.END}\nafter\n")
+    assert page.count("a machine") == 1
+    assert "old" not in page
+    for line in (
+        "| an int | 10.0 | 20.0 |  | 300 | 200 | 0.03 (0.03 to 0.03) | 0.10 (0.10 to 0.10) |  |  |",
+        "| bytes, 1 KiB | 10.0 | 20.0 |  | 300 | 200 | 0.03 (0.03 to 0.03) | 0.10 (0.10 to 0.10) |  | 118 |",
+        "| tcp, 64Ki | 100 | 110 | 140 | 1.10 (1.10 to 1.10) | 1.40 (1.40 to 1.40) |",
+        "| TCP | 256 | 1.20 (1.20 to 1.20) |",
+        "| 64, 1 thread, to one rank | 1,000 |  |  | 1,000 |  | 1.00 (1.00 to 1.00) |  |  |",
+        "| 64, 1 thread, to one rank | 0.0, 0.0, 0.0 |  |  |",
+        "| tcp, int | caller: readers 0.05 |",
+    ):
+        assert line in page.splitlines()
+    with pytest.raises(ValueError, match="no lines"):
+        tables.into_page("another page", data)
+
+
 def test_a_halo_exchange_that_forgets_an_edge_is_detected() -> None:
     halo = script("halo")
 

@@ -102,6 +102,73 @@ def test_every_failure_is_an_error_of_its_own_type(world_of):
     assert world_of(troubles, 2) == ["ok"] * 2
 
 
+def ending_the_loop(comm: uni.Communicator) -> str:
+    """Async handlers that would end the event loop which all of them share, or cancel themselves."""
+    agent = Agent(comm)
+
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise SystemExit(3)
+
+    class Odd(str):
+        def __getitem__(self, key: Any) -> Any:
+            raise ValueError("as told")
+
+    class Wordy(Exception):
+        def __str__(self) -> str:
+            return Odd("words")
+
+    async def raise_exit() -> None:
+        raise SystemExit(3)
+
+    @agent.expose
+    async def exits() -> None:
+        await asyncio.get_running_loop().create_task(raise_exit())
+
+    @agent.expose
+    async def stops() -> int:
+        asyncio.get_running_loop().stop()
+        return 8
+
+    @agent.expose
+    async def cancels_itself() -> None:
+        asyncio.current_task().cancel()  # type: ignore[union-attr]
+        await asyncio.sleep(0)
+
+    @agent.expose
+    async def mute_async() -> None:
+        raise Mute
+
+    @agent.expose
+    def mute() -> None:
+        raise Mute
+
+    @agent.expose
+    def wordy() -> None:
+        raise Wordy
+
+    comm.barrier()
+    if comm.rank == 0:
+        for _ in range(2):
+            for name, type_name in (
+                ("exits", "SystemExit"),
+                ("cancels_itself", "asyncio.exceptions.CancelledError"),
+                ("mute", f"{__name__}.ending_the_loop.<locals>.Mute"),
+                ("mute_async", f"{__name__}.ending_the_loop.<locals>.Mute"),
+                ("wordy", f"{__name__}.ending_the_loop.<locals>.Wordy"),
+            ):
+                with pytest.raises(uni.RemoteError) as caught:
+                    agent.call(1, name)
+                assert caught.value.type_name == type_name
+            assert agent.call(1, "stops") == 8
+    comm.barrier()
+    return "ok"
+
+
+def test_no_handler_ends_the_event_loop_of_the_others(world_of):
+    assert world_of(ending_the_loop, 2) == ["ok"] * 2
+
+
 def cancelling(comm: uni.Communicator) -> str:
     agent = Agent(comm)
     began, was_cancelled = threading.Event(), threading.Event()

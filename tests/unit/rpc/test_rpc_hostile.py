@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -175,6 +175,21 @@ def test_no_item_of_a_stream_is_lost_while_its_reader_reads_nothing(
             assert frame.kind == ANSWER
             assert frame_value(frame.data) == WINDOW
     assert all(sorted(found) == list(range(WINDOW)) for found in came.values())
+    agent.close()
+    for comm in comms:
+        comm.close()
+
+
+@pytest.mark.parametrize("indices", [range(WINDOW + 1), (1, 1), (2**60,)], ids=["more", "twice", "far"])
+def test_items_that_no_reader_asked_for_end_the_stream(indices: Sequence[int]) -> None:
+    """A rank cannot fill the memory of one that reads slowly."""
+    agent, send, _ = server_and_silent_rank(comms := uni.local(2))
+    stream = agent.stream(1, "items")
+    (number,) = agent._peers[1].calls
+    for index in indices:
+        send(pack(ITEM, number, number, index, count=index)[0])
+    with pytest.raises(uni.ProtocolError, match="did not ask for"):
+        list(stream)
     agent.close()
     for comm in comms:
         comm.close()

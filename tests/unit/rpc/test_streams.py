@@ -136,6 +136,39 @@ def test_generators_stream_as_fast_as_they_are_read(world_of):
     assert world_of(with_streams, 2) == ["ok"] * 2
 
 
+def broken_streams(comm: uni.Communicator) -> str:
+    """Generators that raise after items of several lengths, read at once and when all of it has arrived."""
+    agent = Agent(comm)
+
+    @agent.expose
+    def breaks(count: int, length: int) -> Any:
+        for i in range(count):
+            yield np.full(length, i)
+        raise ValueError("after the last")
+
+    @agent.expose
+    async def breaks_async(count: int, length: int) -> Any:
+        for i in range(count):
+            yield np.full(length, i)
+        raise ValueError("after the last")
+
+    comm.barrier()
+    if comm.rank == 0:
+        for name in ("breaks", "breaks_async"):
+            for length in (1, 3_000, 40_000):
+                for count in (0, 1, 15, 40):
+                    stream = agent.stream(1, name, count, length)
+                    assert [next(stream)[0] for _ in range(count)] == list(range(count))
+                    with pytest.raises(uni.RemoteError, match="after the last"):
+                        next(stream)
+    comm.barrier()
+    return "ok"
+
+
+def test_a_generator_that_raises_gives_all_items_before_that(world_of):
+    assert world_of(broken_streams, 2) == ["ok"] * 2
+
+
 def test_an_async_generator_streams_in_virtual_time():
     def program(comm: uni.Communicator) -> Any:
         agent = Agent(comm)
