@@ -40,6 +40,7 @@ ADAM = 2e-5
 PIECES = {
     "ddp_overlaps": Piece(2e-6),
     "ddp_static_graph": Piece(2e-6),
+    "ddp_compiled": Piece(2e-6),
     "ddp_unused_parameters": Piece(2e-6),
     "ddp_no_sync": Piece(2e-6),
     "ddp_join": Piece(2e-6),

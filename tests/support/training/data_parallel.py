@@ -63,6 +63,15 @@ def ddp_static_graph(job: Job) -> Tensors:
     return named(model.module)
 
 
+@piece(alone=train_alone())
+def ddp_compiled(job: Job) -> Tensors:
+    """While compiled code runs, torch.compile sees every Python frame, also of calls that DDP's reducer makes."""
+    model = DDP(network(), bucket_cap_mb=1)
+    train(job, torch.compile(model, backend="aot_eager"))
+    torch.compiler.reset()
+    return named(model.module)
+
+
 class Branches(nn.Module):
     """Two branches, of which each rank uses one in each step; a third one is never used."""
 
