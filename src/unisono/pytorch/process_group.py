@@ -46,7 +46,7 @@ from unisono.pytorch.tensors import (
     apart,
     apart_from,
     cut,
-    in_a_row,
+    in_rows,
     is_plain,
     joined,
     readable,
@@ -218,16 +218,10 @@ class ProcessGroup(Identity):
             self._check_list(outs)
             if outs[self._rank].numel() != tensor.numel():
                 raise _wrong_length(outs[self._rank].numel(), tensor.numel())
-            x = readable(tensor).view(-1)
-        if len({out.numel() for out in outs}) > 1:
-            taken, back = targets(outs)
-            (x,) = apart_from([x], taken)
-            return self._calls.run("all_gather_v", opts, outs, _then(back), x, out=taken)
-        out = in_a_row(outs)
-        if out is None:
-            return self._calls.run("all_gather", opts, outs, lambda parts: _fill(outs, parts), x)
-        x = apart(x, out, self._rank)
-        return self._calls.run("all_gather", opts, outs, None, x, out=out.view(self._size, -1))
+            x, taken, back = self._to_gather(tensor, outs)
+            if len({out.numel() for out in outs}) == 1:
+                x, *taken = in_rows([x, *taken])
+        return self._calls.run("all_gather_v", opts, outs, _then(back), x, out=taken)
 
     @overloaded(AllgatherOptions, "output_lists", "input_list", are_lists=False)
     def allgather_coalesced(self, lists: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> dist.Work:
@@ -270,14 +264,11 @@ class ProcessGroup(Identity):
                     raise UsageError(
                         f"outputs of other lengths than the input; allowed: {tensor.numel()} elements"
                     )
-            x = readable(tensor).view(-1)
-        if root != self._rank:
-            return self._calls.run("gather", opts, outs, None, x, root)
-        out = in_a_row(outs)
-        if out is None:
-            return self._calls.run("gather", opts, outs, lambda parts: _fill(outs, parts), x, root)
-        x = apart(x, out, self._rank)
-        return self._calls.run("gather", opts, outs, None, x, root, out=out.view(self._size, -1))
+                x, taken, back = self._to_gather(tensor, outs)
+                x, *taken = in_rows([x, *taken])
+                return self._calls.run("gather_v", opts, outs, _then(back), x, root, out=taken)
+            (x,) = in_rows([readable(tensor).view(-1)])
+        return self._calls.run("gather_v", opts, outs, None, x, root)
 
     @overloaded(ScatterOptions, "output_tensors", "input_tensors", fields=("root",))
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
@@ -414,6 +405,16 @@ class ProcessGroup(Identity):
                 back()
 
         return memory, finish
+
+    def _to_gather(
+        self, tensor: Tensor, outs: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor], CopyBack | None]:
+        """What to read, and flat memory for the parts of all ranks; one's own part may be what is read."""
+        taken, back = targets(outs)
+        x, own = readable(tensor).view(-1), taken[self._rank]
+        if x.data_ptr() != own.data_ptr():
+            (x,) = apart_from([x], taken)
+        return x, taken, back
 
     def _check_list(self, tensors: Sequence[Tensor]) -> None:
         if len(tensors) != self._size:

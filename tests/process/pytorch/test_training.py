@@ -45,6 +45,7 @@ PIECES = {
     "ddp_no_sync": Piece(2e-6),
     "ddp_join": Piece(2e-6),
     "ddp_sparse": Piece(2e-6),
+    "ddp_built_in_hook": Piece(2e-6),
     "ddp_fp16_hook": Piece(2e-3, gloo=2e-3),  # gradients with eleven bits
     "ddp_power_sgd_hook": Piece(None, gloo=2e-4),
     "ddp_power_sgd_hook_with_buckets": Piece(None, gloo=None),

@@ -160,6 +160,14 @@ def ddp_sparse(job: Job) -> Tensors:
 
 
 @piece(alone=train_alone())
+def ddp_built_in_hook(job: Job) -> Tensors:
+    model = DDP(network(), bucket_cap_mb=SMALL_BUCKETS_MB)
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    train(job, model)
+    return named(model.module)
+
+
+@piece(alone=train_alone())
 def ddp_fp16_hook(job: Job) -> Tensors:
     """Gradients are sent as float16."""
     model = DDP(network(), bucket_cap_mb=SMALL_BUCKETS_MB)
