@@ -65,7 +65,7 @@ def ddp_static_graph(job: Job) -> Tensors:
 
 @piece(alone=train_alone())
 def ddp_compiled(job: Job) -> Tensors:
-    """While compiled code runs, torch.compile sees every Python frame, also of calls that DDP's reducer makes."""
+    """While it runs, torch.compile sees every Python frame, also of calls that DDP's reducer makes."""
     model = DDP(network(), bucket_cap_mb=1)
     train(job, torch.compile(model, backend="aot_eager"))
     torch.compiler.reset()
