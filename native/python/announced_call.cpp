@@ -219,7 +219,10 @@ void Call::see_outs(PyObject* list) {
     }
     out.keep();
     if (out.is_number() || out.nd == 0 || !is_alike(out, mine.parts[0])) throw LeftToReference();
-    for (size_t part = 0; part < mine.part_count; ++part)
+    // The array of this rank may be the one that it sends.
+    const bool is_sent = mine.part_count == 1 && i == static_cast<size_t>(group_.rank) &&
+                         out.data == mine.parts[0].data && out.count == mine.parts[0].count;
+    for (size_t part = 0; part < mine.part_count && !is_sent; ++part)
       if (overlap(out, mine.parts[part])) throw LeftToReference();
   }
   if (overlap(mine.outs.get(), mine.rows)) throw LeftToReference();

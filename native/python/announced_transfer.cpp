@@ -101,6 +101,8 @@ void Call::prepare_second_stage() {
   } else if (byte* const row = outs_in_a_row(); row != nullptr) {
     target_ = row;
     return;
+  } else if (receive_into_outs()) {
+    return;
   } else {
     mine.received = Arguments::make_memory(received * itemsize);
   }
@@ -122,10 +124,28 @@ byte* Call::outs_in_a_row() const {
   return begin;
 }
 
-// Copy what has come into the arrays of `out=`: from memory of the second stage, or from the rows.
+// Receive each part into its array of `out=`, if no step of the program has to do with several of them.
+bool Call::receive_into_outs() {
+  Announced& mine = *announced_;
+  if (!mine.outs) return false;
+  std::vector<uint64_t> lengths;
+  uint64_t start = 0;
+  for (size_t i = 0; i < mine.rows; ++i) {
+    const bool has_come = mine.is_gathered && mine.counts[i] == 0;  // in a row
+    lengths.push_back(has_come ? 0 : mine.outs[i].count);
+    mine.received_at.push_back({start, mine.outs[i].data});
+    start += lengths.back();
+  }
+  const Counts counts{mine.counts.data(), mine.counts.size(), mine.counts.size() == 1};
+  if (decision_->program->stays_within(Buffer::out, counts, lengths)) return true;
+  mine.received_at.clear();
+  return false;
+}
+
+// Copy into the arrays of `out=` what has not come there: what was in the rows, or lies in memory of the second stage.
 void Call::fill_outs() {
   const Announced& mine = *announced_;
-  const byte* came = mine.received.data;
+  const byte* came = mine.received.data;  // none: it has come where it belongs
   std::optional<GilReleased> released;
   if (mine.is_second && mine.bytes >= gil_release_bytes) released.emplace();
   for (size_t i = 0; i < mine.rows; ++i) {
@@ -134,7 +154,7 @@ void Call::fill_outs() {
     const Announcement row = row_of(i);
     if (!mine.is_second || (mine.is_gathered && mine.counts[i] == 0)) {
       std::memcpy(out.data, row.part(own_part(), itemsizes[out.dtype]).data(), out.nbytes());
-    } else {
+    } else if (came != nullptr) {
       std::memcpy(out.data, came, out.nbytes());
       came += out.nbytes();
     }
@@ -301,7 +321,7 @@ PyObject* Call::finish_second_stage() {
     return group_.arguments.give(mine.part_count == 0 ? mine.plain : mine.parts[0], mine.received, false);
   }
   if (mine.outs) {
-    if (mine.received.object.is_valid()) fill_outs();
+    fill_outs();
     return Py_NewRef(mine.given_outs.ptr());
   }
   return received_list().release().ptr();

@@ -107,6 +107,7 @@ class Call : public ParsedCall {
   void check_scattered() const;
   void see_outs(PyObject* list);
   engine::byte* outs_in_a_row() const;
+  bool receive_into_outs();
   void fill_outs();
   void find_announced_decision(const Given& given);
   Announcement own_row() const;

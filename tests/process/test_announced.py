@@ -261,6 +261,32 @@ def test_memory_of_wrong_lengths_is_refused_and_other_ranks_are_not_delayed(
 
 
 @every_kind
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_may_send_its_own_array_of_out(world: MakeWorld, kind: str, size: int) -> None:
+    comms = world(size, kind, **NO_STALL)
+
+    def program(comm: Communicator) -> Notes:
+        notes = Notes()
+        for turn, (length, is_closed) in enumerate(itertools.product((5, 70_001), (False, True))):
+            closed(comm, is_closed)
+            wanted = [array("float64", length + rank, rank) for rank in range(size)]
+            for root in (None, turn % size):
+                out = memory_for(wanted, is_row=bool(turn % 2))
+                x = out[comm.rank] if root in (None, comm.rank) else wanted[comm.rank]
+                x[:] = wanted[comm.rank]
+                if root is None:
+                    comm.all_gather_v(x, out=out)
+                else:
+                    comm.gather_v(x, root, out=out if root == comm.rank else None)
+                if root in (None, comm.rank):
+                    notes.expect(alike(out, wanted), True, length, root)
+        closed(comm, is_closed=False)
+        return notes
+
+    assert found(comms, program) == []
+
+
+@every_kind
 def test_memory_that_cannot_be_filled_is_refused_before_anything_is_sent(world: MakeWorld, kind: str) -> None:
     comms = world(2, kind)
     whole, other = np.zeros(10), np.zeros(10)

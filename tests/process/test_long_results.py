@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import resource
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from tests.support.engines import NO_STALL, MakeWorld, every_kind, found, outcome, world
 from tests.support.oracle import Notes
 
+import unisono as uni
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.plans import algorithms
@@ -120,6 +122,27 @@ def _bounded(places: int) -> Notes:
 
 
 # -- parts anywhere in memory -----------------------------------------------------------------------------
+
+
+def memory_taken(comm: Communicator, verb: str) -> int:
+    """MiB of memory that a call takes whose `out=` are 32 MiB for each rank, each in its own memory."""
+    xs = [np.ones((4 << 20) + rank) for rank in range(comm.size)]
+    out = [np.ones_like(x) for x in xs]
+    arguments: tuple[Any, ...] = (
+        ([xs[comm.rank]] * comm.size,) if verb == "all_to_all_v" else (xs[comm.rank],)
+    )
+    comm.barrier()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if verb == "gather_v":
+        comm.gather_v(*arguments, 0, out=out if comm.rank == 0 else None)
+    else:
+        getattr(comm, verb)(*arguments, out=out)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024
+
+
+@pytest.mark.parametrize("verb", ["all_gather_v", "gather_v", "all_to_all_v"])
+def test_parts_are_received_where_they_belong(verb: str) -> None:
+    assert max(uni.spawn(memory_taken, 2, verb)) < 16
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

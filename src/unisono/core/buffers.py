@@ -181,6 +181,10 @@ class Array:
         """Whether both share memory."""
         return bool(self.count and other.count and np.may_share_memory(self.flat, other.flat))
 
+    def is_same_memory(self, other: Array) -> bool:
+        """Whether both are all of the same memory."""
+        return self.flat.ctypes.data == other.flat.ctypes.data and self.flat.nbytes == other.flat.nbytes
+
 
 def empty(count: int, dtype: DType) -> np.ndarray[Any, Any]:
     """Memory for a result. Long memory is used again when no object refers to it any more."""

@@ -19,7 +19,7 @@ __all__ = [
     "call_site",
     "caller",
     "calling_thread",
-    "hide_folder",
+    "hide_files",
     "is_users",
     "line_of",
     "line_text",
@@ -45,11 +45,12 @@ def is_users(filename: str) -> bool:
     return not filename.startswith(_INSIDE) or filename.startswith(_EDGES)
 
 
-def hide_folder(folder: str) -> None:
-    """Calls from this folder, of a library that calls ours, are shown as the line that called the library."""
+def hide_files(path: str) -> None:
+    """Show calls from a file or folder of a library that calls ours as the line that called that library."""
     global _hidden
-    if f"{folder}/" not in _hidden:
-        _hidden += (f"{folder}/",)
+    prefix = path if path.endswith(".py") else f"{path}/"
+    if prefix not in _hidden:
+        _hidden += (prefix,)
         is_users.cache_clear()
         _native.set_user_files(is_users)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -14,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
+from typing_extensions import deprecated
 
 from unisono.comm.communicator import Communicator
-from unisono.core.call_site import call_site, hide_folder
+from unisono.core.call_site import call_site, hide_files
 from unisono.errors import UnisonoError
 from unisono.pytorch.completion import Stream
 from unisono.pytorch.errors import backend_error
@@ -32,8 +34,9 @@ AnyWork = TypeVar("AnyWork", Started, Message, Several)
 # In place of a profiler's record while there is no profiler.
 _UNSEEN: Final = contextlib.nullcontext()
 
-# Errors show the line that called torch.
-hide_folder(str(Path(torch.__file__).parent))
+# Errors show the line that called torch; a function that is deprecated is called from a wrapper.
+for _library in (str(Path(torch.__file__).parent), inspect.getfile(deprecated)):
+    hide_files(_library)
 
 
 class Calls:
@@ -67,7 +70,7 @@ class Calls:
         try:
             stream = self._stream if not self._serving else self._stream_here()
             verbs = stream.start if is_started else stream.comm
-            with record_function(f"unisono:{verb}") if _profiler_enabled() else _UNSEEN:
+            with record_function(f"unisono:{_name(verb)}") if _profiler_enabled() else _UNSEEN:
                 result = getattr(verbs, verb)(*args, **named, timeout=self._limit_s(opts))
             if finish is not None and not is_started:
                 finish(result)
@@ -83,7 +86,7 @@ class Calls:
         """Start a send or a receive, in the first stream: its peer need not be in a callback, too."""
         stream = self._stream
         try:
-            with record_function(f"unisono:{verb}") if _profiler_enabled() else _UNSEEN:
+            with record_function(f"unisono:{_name(verb)}") if _profiler_enabled() else _UNSEEN:
                 started = getattr(stream.start, verb)(*args, timeout=self.timeout_s)
         except UnisonoError as error:
             raise self.failed(error, verb, call_site()) from error
@@ -92,7 +95,7 @@ class Calls:
     def failed(self, error: UnisonoError, call: str, site: str) -> dist.DistBackendError:
         """The error of a call that was made at a line of the user's program."""
         ranks = self.comm._group.world_ranks if self._members is None else self._members
-        return backend_error(error, call, site, ranks[self.comm.rank], self._members)
+        return backend_error(error, _name(call), site, ranks[self.comm.rank], self._members)
 
     def errors(self, call: str) -> _Errors:
         """Raise errors as those of a call."""
@@ -116,6 +119,11 @@ class Calls:
         """The seconds for a call: the group's, unless the caller gave others (-1 ms if not)."""
         given: timedelta = opts.timeout
         return self.timeout_s if given.days < 0 else given.total_seconds()
+
+
+def _name(verb: str) -> str:
+    """The verb in torch's words."""
+    return verb.removesuffix("_v").removesuffix("_many")
 
 
 class _Errors:

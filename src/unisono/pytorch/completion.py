@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from torch.futures import Future
 
 from unisono.comm.communicator import Communicator
+from unisono.pytorch.compiling import not_compiled
 
 __all__ = ["Ending", "Stream", "WorkFuture"]
 
@@ -112,6 +113,7 @@ class Stream:
             del self._serving[me]
 
 
+@not_compiled
 class WorkFuture(Future[Any]):  # type: ignore[misc]
     """The future of a work. Its callbacks run in the order described above, also if it is done already."""
 

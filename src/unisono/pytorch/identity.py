@@ -8,12 +8,14 @@ import torch
 import torch.distributed as dist
 
 from unisono.comm.communicator import Communicator
+from unisono.pytorch.compiling import not_compiled
 
 __all__ = ["Identity"]
 
 _CPU: Final = torch.device("cpu")
 
 
+@not_compiled
 class Identity(dist.ProcessGroup):  # type: ignore[misc]
     """The names and answers of a group whose ranks are those of a communicator."""
 

@@ -33,9 +33,11 @@ from unisono.core.call_site import call_site
 from unisono.core.envelope import ANY
 from unisono.errors import CollectiveMismatch, UnisonoError, UsageError
 from unisono.pytorch.calls import Calls, Finish
+from unisono.pytorch.compiling import not_compiled
 from unisono.pytorch.errors import backend_error
 from unisono.pytorch.identity import Identity
 from unisono.pytorch.monitored_barrier import MonitoredBarrier
+from unisono.pytorch.overloads import overloaded
 from unisono.pytorch.reductions import OPS, divided, is_divided, op_of, scaled
 from unisono.pytorch.rendezvous import join_world
 from unisono.pytorch.sparse import all_reduce_sparse
@@ -44,7 +46,7 @@ from unisono.pytorch.tensors import (
     apart,
     apart_from,
     cut,
-    in_a_row,
+    in_rows,
     is_plain,
     joined,
     readable,
@@ -59,6 +61,7 @@ __all__ = ["ProcessGroup"]
 _log = logging.getLogger("unisono")
 
 
+@not_compiled
 class ProcessGroup(Identity):
     """A group of torch.distributed on a communicator, which it closes. Its ranks are the communicator's.
 
@@ -98,9 +101,9 @@ class ProcessGroup(Identity):
 
     # -- collectives that reduce ----------------------------------------------------------------------------
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    @overloaded(AllreduceOptions, "tensors", fields=("op",))
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         """`dist.all_reduce`; DDP's buckets."""
-        opts = opts if opts is not None else AllreduceOptions()
         (tensor,) = tensors
         if is_plain(tensor):
             name = OPS[tensor.dtype][opts.reduceOp.op.value]
@@ -113,9 +116,9 @@ class ProcessGroup(Identity):
             memory, finish = self._to_reduce(tensor, opts.reduceOp)
         return self._calls.run("all_reduce", opts, tensors, finish, memory, name)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    @overloaded(AllreduceCoalescedOptions, "tensors", are_lists=False)
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         """Several tensors with one operation."""
-        opts = opts if opts is not None else AllreduceCoalescedOptions()
         kinds = {tensor.dtype for tensor in tensors}
         if len(kinds) != 1 or not all(map(is_plain, tensors)):
             return self._all([self.allreduce([tensor], opts) for tensor in tensors])
@@ -124,9 +127,9 @@ class ProcessGroup(Identity):
             return self._all([self.allreduce([tensor], opts) for tensor in tensors])
         return self._calls.run("all_reduce_many", opts, tensors, None, tensors, name)
 
-    def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    @overloaded(ReduceOptions, "tensors", fields=("root", "op"))
+    def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         """`dist.reduce`."""
-        opts = opts if opts is not None else ReduceOptions()
         (tensor,) = tensors
         root = opts.rootRank
         finish: Finish | None
@@ -138,11 +141,9 @@ class ProcessGroup(Identity):
                 memory, finish = scaled(opts.reduceOp, readable(tensor)), None
         return self._calls.run("reduce", opts, tensors, finish, memory, root, name)
 
-    def reduce_scatter(
-        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
-    ) -> dist.Work:
+    @overloaded(ReduceScatterOptions, "output_tensors", "input_tensors", fields=("op",))
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
         """`dist.reduce_scatter`: a list by rank, whose tensors may differ in length."""
-        opts = opts if opts is not None else ReduceScatterOptions()
         (output,), (parts,) = outputs, inputs
         with self._calls.errors("reduce_scatter"):
             self._check_list(parts)
@@ -166,9 +167,10 @@ class ProcessGroup(Identity):
 
         return self._calls.run("reduce_scatter_v", opts, outputs, fill, x, counts, name)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
+    @overloaded(ReduceScatterOptions, "output", "input", are_lists=False)
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:  # noqa: A002
         """`dist.reduce_scatter_tensor`; FSDP2."""
-        return self._reduce_scatter(output, input, opts if opts is not None else ReduceScatterOptions())
+        return self._reduce_scatter(output, input, opts)
 
     def _reduce_scatter(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:  # noqa: A002
         finish: Finish | None = None
@@ -190,8 +192,9 @@ class ProcessGroup(Identity):
             "reduce_scatter", opts, [output], finish, x.view(self._size, -1), name, out=out.view(-1)
         )
 
+    @overloaded(ReduceScatterOptions, "outputs", "inputs", are_lists=False)
     def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
     ) -> dist.Work:
         """Several of them; the functional form."""
         pairs = zip(outputs, inputs, strict=True)
@@ -199,36 +202,29 @@ class ProcessGroup(Identity):
 
     # -- collectives that move ------------------------------------------------------------------------------
 
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    @overloaded(BroadcastOptions, "tensors", fields=("root",))
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         """`dist.broadcast`."""
-        opts = opts if opts is not None else BroadcastOptions()
         (tensor,) = tensors
         with self._calls.errors("broadcast"):
             memory, back = updatable(tensor)
         return self._calls.run("broadcast", opts, tensors, _then(back), memory, opts.rootRank)
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+    @overloaded(AllgatherOptions, "output_tensors", "input_tensors")
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
         """`dist.all_gather`: a list by rank, whose tensors may differ in length."""
-        opts = opts if opts is not None else AllgatherOptions()
         (outs,), (tensor,) = outputs, inputs
         with self._calls.errors("all_gather"):
             self._check_list(outs)
             if outs[self._rank].numel() != tensor.numel():
                 raise _wrong_length(outs[self._rank].numel(), tensor.numel())
-            x = readable(tensor).view(-1)
-        if len({out.numel() for out in outs}) > 1:
-            taken, back = targets(outs)
-            (x,) = apart_from([x], taken)
-            return self._calls.run("all_gather_v", opts, outs, _then(back), x, out=taken)
-        out = in_a_row(outs)
-        if out is None:
-            return self._calls.run("all_gather", opts, outs, lambda parts: _fill(outs, parts), x)
-        x = apart(x, out, self._rank)
-        return self._calls.run("all_gather", opts, outs, None, x, out=out.view(self._size, -1))
+            x, taken, back = self._to_gather(tensor, outs)
+            if len({out.numel() for out in outs}) == 1:
+                x, *taken = in_rows([x, *taken])
+        return self._calls.run("all_gather_v", opts, outs, _then(back), x, out=taken)
 
-    def allgather_coalesced(
-        self, lists: list[list[Tensor]], tensors: list[Tensor], opts: Any = None
-    ) -> dist.Work:
+    @overloaded(AllgatherOptions, "output_lists", "input_list", are_lists=False)
+    def allgather_coalesced(self, lists: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> dist.Work:
         """Several of them: `lists[rank][k]`."""
         return self._all(
             [
@@ -237,9 +233,9 @@ class ProcessGroup(Identity):
             ]
         )
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
+    @overloaded(AllgatherOptions, "output", "input", are_lists=False)
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:  # noqa: A002
         """`dist.all_gather_into_tensor`; FSDP2, whose input is a slice of the output."""
-        opts = opts if opts is not None else AllgatherOptions()
         with self._calls.errors("all_gather"):
             out, back = target(output)
             x = apart(readable(input), out, self._rank)
@@ -248,16 +244,17 @@ class ProcessGroup(Identity):
             "all_gather", opts, [output], _then(back), x.view(-1), out=out.view(self._size, -1)
         )
 
+    @overloaded(AllgatherOptions, "output_lists", "input_list", are_lists=False)
     def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
     ) -> dist.Work:
         """Several of them; the functional form."""
         pairs = zip(outputs, inputs, strict=True)
         return self._all([self.all_gather_single(output, part, opts) for output, part in pairs])
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+    @overloaded(GatherOptions, "output_tensors", "input_tensors", fields=("root",))
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
         """`dist.gather`."""
-        opts = opts if opts is not None else GatherOptions()
         (tensor,) = inputs
         root, outs = opts.rootRank, outputs[0] if outputs else []
         with self._calls.errors("gather"):
@@ -267,18 +264,15 @@ class ProcessGroup(Identity):
                     raise UsageError(
                         f"outputs of other lengths than the input; allowed: {tensor.numel()} elements"
                     )
-            x = readable(tensor).view(-1)
-        if root != self._rank:
-            return self._calls.run("gather", opts, outs, None, x, root)
-        out = in_a_row(outs)
-        if out is None:
-            return self._calls.run("gather", opts, outs, lambda parts: _fill(outs, parts), x, root)
-        x = apart(x, out, self._rank)
-        return self._calls.run("gather", opts, outs, None, x, root, out=out.view(self._size, -1))
+                x, taken, back = self._to_gather(tensor, outs)
+                x, *taken = in_rows([x, *taken])
+                return self._calls.run("gather_v", opts, outs, _then(back), x, root, out=taken)
+            (x,) = in_rows([readable(tensor).view(-1)])
+        return self._calls.run("gather_v", opts, outs, None, x, root)
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
+    @overloaded(ScatterOptions, "output_tensors", "input_tensors", fields=("root",))
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
         """`dist.scatter`: root's tensors are sent without a copy."""
-        opts = opts if opts is not None else ScatterOptions()
         (output,) = outputs
         root, parts = opts.rootRank, None
         with self._calls.errors("scatter"):
@@ -294,9 +288,9 @@ class ProcessGroup(Identity):
                 parts = apart_from([readable(part).view(-1) for part in inputs[0]], [out])
         return self._calls.run("scatter_v", opts, outputs, _then(back), parts, root, out=out)
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+    @overloaded(AllToAllOptions, "output_tensors", "input_tensors", are_lists=False)
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work:
         """`dist.all_to_all`: lists by rank, whose tensors may differ in length."""
-        opts = opts if opts is not None else AllToAllOptions()
         with self._calls.errors("all_to_all"):
             self._check_list(inputs)
             self._check_list(outputs)
@@ -304,16 +298,23 @@ class ProcessGroup(Identity):
             parts = apart_from([readable(part).view(-1) for part in inputs], taken)
         return self._calls.run("all_to_all_v", opts, outputs, _then(back), parts, out=taken)
 
+    @overloaded(
+        AllToAllOptions,
+        "output_tensor",
+        "input_tensor",
+        "output_split_sizes",
+        "input_split_sizes",
+        are_lists=False,
+    )
     def all_to_all_single(
         self,
         output: Tensor,
         input: Tensor,  # noqa: A002
         output_splits: list[int],
         input_splits: list[int],
-        opts: Any = None,
+        opts: Any,
     ) -> dist.Work:
         """`dist.all_to_all_single`: without splits, equal parts of dimension 0."""
-        opts = opts if opts is not None else AllToAllOptions()
         if output_splits or input_splits:
             with self._calls.errors("all_to_all"):
                 out, back = target(output)
@@ -331,18 +332,13 @@ class ProcessGroup(Identity):
                     )
             if x.numel() != out.numel():
                 raise _wrong_length(out.numel(), x.numel())
-        return self._calls.run(
-            "all_to_all",
-            opts,
-            [output],
-            _then(back),
-            x.view(self._size, -1),
-            out=out.view(self._size, -1),
-        )
+        x, out = x.view(self._size, -1), out.view(self._size, -1)
+        return self._calls.run("all_to_all", opts, [output], _then(back), x, out=out)
 
-    def barrier(self, opts: Any = None) -> dist.Work:
+    @overloaded(BarrierOptions)
+    def barrier(self, opts: Any) -> dist.Work:
         """`dist.barrier`."""
-        return self._calls.run("barrier", opts if opts is not None else BarrierOptions(), (), None)
+        return self._calls.run("barrier", opts, (), None)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """`dist.monitored_barrier`: names the ranks that do not arrive. The group stays usable.
@@ -409,6 +405,16 @@ class ProcessGroup(Identity):
                 back()
 
         return memory, finish
+
+    def _to_gather(
+        self, tensor: Tensor, outs: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor], CopyBack | None]:
+        """What to read, and flat memory for the parts of all ranks; one's own part may be what is read."""
+        taken, back = targets(outs)
+        x, own = readable(tensor).view(-1), taken[self._rank]
+        if x.data_ptr() != own.data_ptr():
+            (x,) = apart_from([x], taken)
+        return x, taken, back
 
     def _check_list(self, tensors: Sequence[Tensor]) -> None:
         if len(tensors) != self._size:

@@ -7,6 +7,7 @@ copied back when the operation has ended.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import torch
@@ -26,6 +27,7 @@ __all__ = [
     "apart_from",
     "cut",
     "in_a_row",
+    "in_rows",
     "is_plain",
     "joined",
     "readable",
@@ -80,10 +82,25 @@ def target(tensor: Tensor) -> tuple[Tensor, CopyBack | None]:
 
 
 def targets(tensors: Sequence[Tensor]) -> tuple[list[Tensor], CopyBack | None]:
-    """The same of several tensors, flat."""
-    pairs = [target(tensor) for tensor in tensors]
-    backs = [back for _, back in pairs if back is not None]
-    return [memory.view(-1) for memory, _ in pairs], None if not backs else lambda: [back() for back in backs]
+    """The same of several tensors, flat. One that is listed again keeps what comes last, as with Gloo."""
+    flat: list[Tensor] = []
+    backs: list[CopyBack] = []
+    known: set[int] = set()
+    for tensor in tensors:
+        memory, back = target(tensor)
+        if memory.numel() and memory.data_ptr() in known:
+            listed, memory = memory, torch.empty_like(memory)
+            back = partial(listed.copy_, memory)
+        known.add(memory.data_ptr())
+        flat.append(memory.view(-1))
+        if back is not None:
+            backs.append(back)
+    return flat, None if not backs else lambda: [back() for back in backs]
+
+
+def in_rows(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Flat tensors as one row each: ranks compare how long a row is, and not how many there are."""
+    return [part.view(1, part.numel()) for part in parts]
 
 
 def cut(memory: Tensor, rows: Sequence[int]) -> list[Tensor]:

@@ -17,6 +17,7 @@ from unisono.core.call_site import call_site, line_of
 from unisono.core.runtime import NEVER
 from unisono.core.work import Work
 from unisono.errors import UnisonoError
+from unisono.pytorch.compiling import not_compiled
 from unisono.pytorch.completion import Stream, WorkFuture
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ __all__ = ["DONE", "Message", "Once", "Several", "Started"]
 _NOT_GIVEN: Final = timedelta(0)
 
 
+@not_compiled
 class _Base(dist.Work):  # type: ignore[misc]
     """What torch asks of a work; `_end` waits for it and raises its error."""
 
@@ -105,6 +107,7 @@ class _Base(dist.Work):  # type: ignore[misc]
         return future
 
 
+@not_compiled
 class Started(_Base):
     """A started collective."""
 
@@ -160,6 +163,7 @@ class Started(_Base):
         return self._stream.is_served_here()
 
 
+@not_compiled
 class Message(Started):
     """A started send or receive. Its callbacks run as messages end: one may wait for a later collective."""
 
@@ -185,6 +189,7 @@ class Message(Started):
     source_rank = _source_rank
 
 
+@not_compiled
 class Several(_Base):
     """Works of a group that torch sees as one."""
 
@@ -242,6 +247,7 @@ class Several(_Base):
         return any(part.is_served_here() for part in self._parts)
 
 
+@not_compiled
 class _Done(_Base):
     """A work that has ended, for calls that the caller waits for at once."""
 

@@ -403,6 +403,18 @@ def lists_that_lie_in_a_row_are_used_without_a_copy(pair: Pair) -> None:
 
 
 @check
+def an_output_that_is_listed_again_keeps_what_comes_last(pair: Pair) -> None:
+    def run(group: Any) -> Any:
+        x = data(pair.rank, (5,), torch.float32)
+        gathered, one = fresh(x), fresh(x)
+        dist.all_gather([gathered] * pair.size, x, group=group)
+        dist.gather(x, [one] * pair.size if pair.rank == 1 else None, group=group, group_dst=1)
+        return gathered, one if pair.rank == 1 else None
+
+    pair.same(run)
+
+
+@check
 def gather_and_scatter(pair: Pair) -> None:
     def run(group: Any) -> Any:
         results: list[Any] = []

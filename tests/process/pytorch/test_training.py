@@ -40,10 +40,12 @@ ADAM = 2e-5
 PIECES = {
     "ddp_overlaps": Piece(2e-6),
     "ddp_static_graph": Piece(2e-6),
+    "ddp_compiled": Piece(2e-6),
     "ddp_unused_parameters": Piece(2e-6),
     "ddp_no_sync": Piece(2e-6),
     "ddp_join": Piece(2e-6),
     "ddp_sparse": Piece(2e-6),
+    "ddp_built_in_hook": Piece(2e-6),
     "ddp_fp16_hook": Piece(2e-3, gloo=2e-3),  # gradients with eleven bits
     "ddp_power_sgd_hook": Piece(None, gloo=2e-4),
     "ddp_power_sgd_hook_with_buckets": Piece(None, gloo=None),

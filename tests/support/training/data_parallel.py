@@ -63,6 +63,15 @@ def ddp_static_graph(job: Job) -> Tensors:
     return named(model.module)
 
 
+@piece(alone=train_alone())
+def ddp_compiled(job: Job) -> Tensors:
+    """While it runs, torch.compile sees every Python frame, also of calls that DDP's reducer makes."""
+    model = DDP(network(), bucket_cap_mb=1)
+    train(job, torch.compile(model, backend="aot_eager"))
+    torch.compiler.reset()
+    return named(model.module)
+
+
 class Branches(nn.Module):
     """Two branches, of which each rank uses one in each step; a third one is never used."""
 
@@ -147,6 +156,14 @@ def bag_loss(model: nn.Module, step: int, rank: int) -> Tensor:
 def ddp_sparse(job: Job) -> Tensors:
     model = DDP(Bag())
     train(job, model, bag_loss, plain_sgd)
+    return named(model.module)
+
+
+@piece(alone=train_alone())
+def ddp_built_in_hook(job: Job) -> Tensors:
+    model = DDP(network(), bucket_cap_mb=SMALL_BUCKETS_MB)
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    train(job, model)
     return named(model.module)
 
 

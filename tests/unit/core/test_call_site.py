@@ -26,7 +26,7 @@ def comm() -> Iterator[uni.Communicator]:
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The folder of a library whose frames are hidden during the test."""
     monkeypatch.setattr(call_site, "_hidden", call_site._hidden)
-    call_site.hide_folder("/somewhere/library")
+    call_site.hide_files("/somewhere/library")
     yield "/somewhere/library/verbs.py"
     monkeypatch.undo()
     call_site.is_users.cache_clear()
@@ -58,8 +58,14 @@ def test_a_call_is_shown_at_the_line_that_called_the_library(comm: uni.Communica
 
 def test_a_library_that_was_seen_before_is_hidden_from_now_on(comm: uni.Communicator, library: str):
     assert started_by(made_in("/later/verbs.py"), comm) == "/later/verbs.py"
-    call_site.hide_folder("/later")
+    call_site.hide_files("/later")
     assert started_by(made_in("/later/verbs.py"), comm) == __file__
+
+
+def test_a_single_file_is_hidden(comm: uni.Communicator, library: str):
+    call_site.hide_files("/single/wrapper.py")
+    assert started_by(made_in("/single/wrapper.py"), comm) == __file__
+    assert started_by(made_in("/single/verbs.py"), comm) == "/single/verbs.py"
 
 
 def test_without_a_line_of_the_user_the_innermost_is_kept(comm: uni.Communicator, library: str):
