@@ -65,7 +65,7 @@ struct Argument {
   Argument(const Argument&) = delete;
   Argument& operator=(const Argument&) = delete;
 
-  static constexpr int dims_max = 8;  // more go to buffers.view, and have no shape here
+  static constexpr int dims_max = 32;  // the limit of NumPy 1; the reference path makes calls with more
 
   PyObject* given = nullptr;  // the caller's reference, until `keep`
   engine::byte* data = nullptr;
@@ -101,8 +101,6 @@ struct Argument {
   }
   // What keeps its memory beside the object that was given; not valid if nothing does.
   const nb::object& held() const { return held_; }
-  // A NumPy array of its memory; throws LeftToReference if there is no such array.
-  nb::object array() const;
   // Keep what was given beyond the frame of its caller.
   void keep() { kept_ = nb::borrow(given); }
   void clear() {
@@ -140,17 +138,13 @@ class Arguments {
   // Throws nb::python_error with the UsageError of buffers.view.
   void see(PyObject* given, const char* what, bool is_written, Argument& seen) const {
     seen.given = given;
-    if (is_array(given)) [[likely]] {
-      const int needed = is_contiguous | is_aligned | (is_written ? is_writeable : 0);
-      const ArrayObject& array = as_array(given);
-      if ((array.flags & needed) == needed && see_array(array, seen)) [[likely]] {
-        seen.form = Form::array;
-        return;
-      }
-    }
+    if (is_array(given) && see_array(as_array(given), is_written, seen)) [[likely]]
+      return;
     see_other(given, what, is_written, seen);
   }
 
+  // A plain NumPy array of its memory, which must outlive it; throws LeftToReference if there is none.
+  nb::object array(const Argument& argument) const;
   Result make(const Argument& like, const Py_ssize_t* shape, int nd) const;
   // An array of bytes.
   Result make_bytes(uint64_t nbytes) const;
@@ -166,8 +160,9 @@ class Arguments {
   static PyObject* give_back(const Argument& argument);
 
  private:
-  bool see_array(const ArrayObject& array, Argument& seen) const {
-    if (array.nd > Argument::dims_max) return false;
+  bool see_array(const ArrayObject& array, bool is_written, Argument& seen) const {
+    const int needed = is_contiguous | is_aligned | (is_written ? is_writeable : 0);
+    if ((array.flags & needed) != needed || array.nd > Argument::dims_max) return false;
     const uint8_t code = code_of(array.descr);
     if (code == engine::untyped) return false;
     seen.dtype = code;
@@ -176,10 +171,12 @@ class Arguments {
     uint64_t count = 1;
     for (int i = 0; i < array.nd; ++i) count *= static_cast<uint64_t>(seen.shape[i] = array.dimensions[i]);
     seen.count = count;
+    seen.form = Form::array;
     return true;
   }
   void see_other(PyObject* given, const char* what, bool is_written, Argument& seen) const;
   bool see_number(PyObject* given, Argument& seen) const;
+  bool see_subclass(PyObject* given, bool is_written, Argument& seen) const;
   bool see_tensor(PyObject* given, Argument& seen) const;
   bool is_plain_buffer(PyObject* given) const;
   bool see_buffer(PyObject* given, bool is_written, Argument& seen) const;

@@ -84,8 +84,7 @@ void ParsedCall::prepare_collective(const Given& given) {
   }
   if (spec_.has(Fact::cut)) {
     if (given[Parameter::counts] == nullptr) throw LeftToReference();
-    parts_.emplace().read(given[Parameter::counts], verb_group_.arguments, x_, verb_group_.size,
-                          op_names.width_of(op_));
+    parts_.emplace().read(given[Parameter::counts], x_, verb_group_.size, op_names.width_of(op_));
   }
   find_decision(given);
   if (is_broadcast_here() && decision_->writes_out) check_root_is_writable(given[Parameter::x]);
