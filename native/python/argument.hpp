@@ -54,7 +54,7 @@ inline std::int64_t index_of(PyObject* given) {
 double seconds_of(PyObject* given);
 
 // `number` is one of Python's, `scalar` one of NumPy's; both are immutable, so a new one is given back.
-enum class Form : uint8_t { none, array, tensor, number, scalar, buffer, viewed, joined };
+enum class Form : uint8_t { none, array, tensor, number, scalar, buffer, viewed, several };
 
 // It is not moved: the memory of a number is its own.
 struct Argument {
@@ -89,15 +89,10 @@ struct Argument {
     dtype = engine::plain_bytes;
     form = Form::array;
   }
-  // Stand for several arrays of the user that lie in a row.
-  void stand_for(PyObject* arrays, engine::byte* joined, uint8_t element_type, uint64_t elements) {
+  // Stand for several arrays of the user, whose memory is elsewhere.
+  void stand_for(PyObject* arrays) {
     given = arrays;
-    data = joined;
-    dtype = element_type;
-    count = elements;
-    form = Form::joined;
-    nd = 1;
-    shape[0] = static_cast<Py_ssize_t>(elements);
+    form = Form::several;
   }
   // What keeps its memory beside the object that was given; not valid if nothing does.
   const nb::object& held() const { return held_; }

@@ -251,8 +251,7 @@ def test_lists_of_several_types_and_kinds_give_the_same(world: MakeWorld) -> Non
         return notes
 
     assert found(comms, program) == []
-    # All calls except the lists of several types.
-    assert all(calls_ended(comm) == 3 * 4 for comm in comms)
+    assert all(calls_ended(comm) == 3 * 5 for comm in comms)
 
 
 def test_a_started_call_keeps_its_arrays_when_the_list_changes(world: MakeWorld) -> None:
