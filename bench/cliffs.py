@@ -1,119 +1,93 @@
-"""Every verb in every way of calling it, 8 bytes on 2 ranks: cases that are much slower than the plain call.
+"""Every verb in every way of calling it, 8 bytes: cases that are much slower than the plain call.
 
-    python bench/cliffs.py [--times 100] [--factor 5] [--only all_reduce] [--all]
+    python bench/cliffs.py [--worlds "2 shm" "4 tcp"] [--times 100] [--factor 5] [--only all_reduce] [--all]
 
 The plain call of a verb takes an array and nothing else. All its other cases are divided by it: another kind
 of data, dtype, operation or argument, `timeout=`, started, in a subgroup, on a second thread. A case above
 `factor` is a *cliff*: it takes another path than the plain call, or does work that it need not do. The plain
-call of each verb is divided by that of all_reduce.
+call of each verb is divided by that of all_reduce, and, in a world whose settings are not the usual ones, by
+that of the same verb in the usual one: a setting may be a cliff, too.
 """
 
 from __future__ import annotations
 
 import argparse
-import enum
-import json
 import logging
-import pickle
-import statistics
 import sys
 import threading
 import time
-from array import array
-from collections.abc import Callable, Iterator
-from functools import partial
-from itertools import cycle
-from typing import Any
+from typing import Final
 
-import ml_dtypes
 import numpy as np
-import torch
+from cliff_cases import ELSEWHERE, Step, cases
 
 import unisono as uni
-from unisono.core.dtypes import DTYPES
 
-
-class Rank(enum.IntEnum):
-    """Ranks by name, as programs have them."""
-
-    one = 1
-
-
-Step = Callable[[], object]
-Case = tuple[str, str, Step]
-
-TURNS = 5
-OPS = {
-    "float64": ("prod", "min", "max", "mean"),
-    "float16": ("sum", "mean"),
-    "complex128": ("prod", "mean"),
-    "int64": ("band", "bor", "bxor", "land", "lor", "lxor"),
-    "bool": ("min", "max", "band", "bor", "bxor", "land", "lor", "lxor"),
+TURNS: Final = 5
+# Ranks, settings, and the world whose plain calls cost as much.
+WORLDS: Final[dict[str, tuple[int, dict[str, object], str]]] = {
+    "2 shm": (2, {}, ""),
+    "4 shm": (4, {}, ""),
+    "2 tcp": (2, {"shm": False}, ""),
+    "4 tcp": (4, {"shm": False}, ""),
+    "2 deadline_s": (2, {"deadline_s": 60.0}, "2 shm"),
+    "2 reproducible": (2, {"reproducible": True}, "2 shm"),
 }
-# Verbs that take one array, and so a number or anything else with memory.
-ONE_ARRAY = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scan", "exscan", "all_gather_v")
-# The arguments of the plain call for an array `x` of 8 bytes; root is 0.
-COLLECTIVES: dict[str, Callable[[Any, bool], tuple[Any, ...]]] = {
-    **dict.fromkeys((*ONE_ARRAY, "gather_v"), lambda x, is_root: (x,)),
-    "reduce_scatter": lambda x, is_root: (np.stack([x, x]),),
-    "all_to_all": lambda x, is_root: (np.stack([x, x]),),
-    "scatter": lambda x, is_root: (np.stack([x, x]) if is_root else None,),
-    "barrier": lambda x, is_root: (),
-    "all_reduce_many": lambda x, is_root: ([x, x.copy()],),
-    "reduce_scatter_v": lambda x, is_root: (np.concatenate([x, x]), [len(x), len(x)]),
-    "all_to_all_v": lambda x, is_root: ([x, x],),
-    "scatter_v": lambda x, is_root: ([x, x] if is_root else None,),
-    **dict.fromkeys(("broadcast_object", "all_gather_object", "gather_object"), lambda x, is_root: (7,)),
-    "scatter_object": lambda x, is_root: ([7, 8] if is_root else None,),
-    "all_to_all_object": lambda x, is_root: ([7, 8],),
-    "all_reduce_object": lambda x, is_root: (7, max),
-}
-ROOTED = ("reduce", "broadcast", "gather", "gather_v", "broadcast_object", "gather_object")
-REDUCING = ("all_reduce", "reduce", "scan", "exscan", "reduce_scatter", "reduce_scatter_v")
-WITH_OUT = (*REDUCING, "all_gather", "gather", "scatter", "all_to_all")
-MESSAGE_WAYS: dict[str, dict[str, Any]] = {
-    "with a tag": {"tag": 3},
-    "tag=np.int32": {"tag": np.int32(3)},
-    "tag=an IntEnum": {"tag": Rank.one},
-    "timeout=60": {"timeout": 60},
-    "timeout=np.float64(60)": {"timeout": np.float64(60)},
-}
+
+# (verb, way, microseconds)
+Found = list[tuple[str, str, float]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--worlds", nargs="+", choices=WORLDS, default=list(WORLDS), metavar="WORLD")
     parser.add_argument("--times", type=int, default=100)
     parser.add_argument("--factor", type=float, default=5)
     parser.add_argument("--only", default="", help="verbs, separated by commas")
     parser.add_argument("--all", action="store_true", help="print every case")
     args = parser.parse_args()
-    found, _ = uni.spawn(measured, 2, args.times, args.only, timeout=600)
-    plain = {verb: us for verb, way, us in found if way == "plain"}
+    usual: dict[str, dict[str, float]] = {}
+    for world in args.worlds:
+        ranks, settings, like = WORLDS[world]
+        config = uni.Config(**settings)  # type: ignore[arg-type]
+        found = uni.spawn(measured, ranks, args.times, args.only, timeout=1800, config=config)[0]
+        usual[world] = {verb: us for verb, way, us in found if way == "plain"}
+        show(world, found, usual[world], usual.get(like, {}), 0 if args.all else args.factor)
+
+
+def show(
+    world: str, found: Found, plain: dict[str, float], elsewhere: dict[str, float], factor: float
+) -> None:
     first = plain.get("all_reduce", min(plain.values()))
-    print(f"plain all_reduce of 8 B: {first:.2f} us; slower than {args.factor:g}x, of {len(found)} cases:")
+    print(f"{world}: plain all_reduce {first:.2f} us; above {factor:g}x, of {len(found)} cases:", flush=True)
     for verb, way, us in found:
-        usual = first if way == "plain" else plain[verb]
-        if args.all or us > args.factor * usual:
-            print(f"{verb:>18} {us:>9.2f} us {us / usual:>7.1f}x of {usual:>6.2f}  {way}")
+        like = elsewhere.get(verb, first) if way == "plain" else plain[verb]
+        if us > factor * like:
+            print(f"{verb:>18} {us:>9.2f} us {us / like:>7.1f}x of {like:>6.2f}  {way}")
 
 
-def measured(comm: uni.Communicator, times: int, only: str) -> list[tuple[str, str, float]]:
-    """(verb, way, microseconds) of every case, in the order of the cases."""
+def measured(comm: uni.Communicator, times: int, only: str) -> Found:
+    """Every case in the order of the cases; what is refused is shown."""
     logging.getLogger("unisono").setLevel(logging.ERROR)  # of works that are dropped
     wanted = only.split(",") if only else None
     found = []
     for verb, way, step in cases(comm):
-        if wanted is None or verb in wanted:
-            try:
-                found.append((verb, way, time_of(comm, step, times, way == "on a second thread")))
-            except uni.UsageError as error:
-                if comm.rank == 0:
-                    print(f"{verb}, {way}: {error}", file=sys.stderr)
+        if wanted is not None and verb not in wanted:
+            continue
+        try:
+            found.append((verb, way, time_of(comm, step, times, way == ELSEWHERE)))
+        except uni.UsageError as error:
+            if comm.rank == 0:
+                print(f"{verb}, {way}: {error}", file=sys.stderr)
     return found
 
 
 def time_of(comm: uni.Communicator, step: Step, times: int, is_elsewhere: bool) -> float:
-    """Microseconds of one call: the median of some turns, after a call that may decide something."""
+    """Microseconds of one call: the shortest of some turns, after a call that may decide something.
+
+    What other programs do makes a turn longer; a call that takes another path is slow in every turn. A turn
+    is as long as on the slowest rank: of some verbs one rank finds all messages there.
+    """
     step()
     calls = getattr(step, "calls", 1)
     rounds = max(1, times // calls)
@@ -133,166 +107,7 @@ def time_of(comm: uni.Communicator, step: Step, times: int, is_elsewhere: bool) 
         thread.join()
     else:
         run()
-    return statistics.median(turns)
-
-
-def cases(comm: uni.Communicator) -> Iterator[Case]:
-    for verb, arguments in COLLECTIVES.items():
-        if hasattr(comm, verb):
-            yield from collective(comm, verb, arguments)
-    yield from messages(comm)
-    yield from exchanges(comm)
-    yield from many_works(comm)
-
-
-def collective(
-    comm: uni.Communicator, verb: str, arguments: Callable[..., tuple[Any, ...]]
-) -> Iterator[Case]:
-    is_root = comm.rank == 0
-    given = arguments(np.ones(1), is_root)
-    call = getattr(comm, verb)
-    yield verb, "plain", partial(call, *given)
-    yield from ways(comm, verb, given)
-    if verb in ROOTED:
-        rooted = partial(call, *given)
-        yield verb, "root=1", partial(rooted, root=1)
-        yield verb, "root=np.int64(1)", partial(rooted, root=np.int64(1))
-        yield verb, "root=an IntEnum", partial(rooted, root=Rank.one)
-    if verb == "barrier" or verb.endswith("_object"):
-        return
-    for dtype in (name for name in DTYPES if name != "bfloat16"):
-        op = {"op": "max"} if dtype == "bool" and verb in (*REDUCING, "all_reduce_many") else {}
-        yield verb, dtype, partial(call, *arguments(np.ones(1, dtype), is_root), **op)
-    yield verb, "no elements", partial(call, *arguments(np.ones(0), is_root))
-    for name, x in arrays():
-        yield verb, name, partial(call, *arguments(x, is_root))
-    if verb == "broadcast":
-        yield verb, "read-only on root", partial(call, np.frombuffer(bytes(8)) if is_root else np.ones(1))
-    if verb in ONE_ARRAY:
-        for name, x in objects(is_written=verb in ("all_reduce", "reduce", "broadcast")):
-            yield verb, name, partial(call, x)
-    if verb in REDUCING:
-        for dtype, ops in OPS.items():
-            for op in ops:
-                if op != "mean" or verb not in ("scan", "exscan"):
-                    x = arguments(np.ones(1, dtype), is_root)
-                    yield verb, f"op={op}, {dtype}", partial(call, *x, op=op)
-        if verb != "reduce_scatter_v":
-            pairs = cycle([arguments(np.ones((rows, 2)), is_root) for rows in range(1, 40)])
-            yield verb, "op=maxloc, new sizes", lambda: call(*next(pairs), op="maxloc")
-    if verb in WITH_OUT:
-        result = call(*given)
-        yield verb, "out=", partial(call, *given, out=None if result is None else np.empty_like(result))
-
-
-def ways(comm: uni.Communicator, verb: str, given: tuple[Any, ...]) -> Iterator[Case]:
-    call, start = getattr(comm, verb), getattr(comm.start, verb)
-    yield verb, "timeout=60", partial(call, *given, timeout=60)
-    yield verb, "timeout=np.float64(60)", partial(call, *given, timeout=np.float64(60))
-    yield verb, "timeout=np.int64(60)", partial(call, *given, timeout=np.int64(60))
-    yield verb, "names not interned", partial(call, *given, **json.loads('{"timeout": 60}'))
-    yield verb, "started", lambda: start(*given).wait()
-    yield verb, "started, timeout=np.float64(60)", lambda: start(*given).wait(np.float64(60))
-    yield verb, "started and dropped", lambda: start(*given) and None
-    with comm.split(0) as group:
-        yield verb, "in a subgroup", partial(getattr(group, verb), *given)
-    yield verb, "on a second thread", partial(call, *given)
-
-
-def arrays() -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """Arrays that are as good as the plain one."""
-    yield "two dimensions", np.ones((1, 1))
-    yield "unpickled", pickle.loads(pickle.dumps(np.ones(1)))
-    yield "longlong", np.ones(1, np.longlong)
-    yield "a row of a matrix", np.ones((3, 1))[1]
-    yield "ml_dtypes.bfloat16", np.ones(4, ml_dtypes.bfloat16)
-
-
-def objects(*, is_written: bool) -> Iterator[tuple[str, Any]]:
-    """What else has memory, or is a number."""
-    yield "int", 7
-    yield "float", 7.0
-    yield "True", True
-    yield "complex", 7j
-    yield "np.float64", np.float64(7)
-    yield "np.int32", np.int32(7)
-    yield "bytearray", bytearray(8)
-    yield "memoryview", memoryview(bytearray(8))
-    yield "array.array", array("d", [7.0])
-    if not is_written:
-        yield "bytes", bytes(8)
-        yield "read-only", np.frombuffer(bytes(8))
-        yield "strided", np.ones(8)[::8]
-    yield "torch.float64", torch.ones(1, dtype=torch.float64)
-    yield "torch.bfloat16", torch.ones(4, dtype=torch.bfloat16)
-    if not is_written:
-        yield "torch, requires_grad", torch.ones(1, dtype=torch.float64, requires_grad=True)
-
-
-def messages(comm: uni.Communicator) -> Iterator[Case]:
-    """send and recv as one exchange: rank 0 sends first."""
-    other, x, buf = 1 - comm.rank, np.ones(1), np.empty(1)
-    yield "sendrecv", "plain", partial(comm.sendrecv, x, other, buf, other)
-    yield from ways(comm, "sendrecv", (x, other, buf, other))
-    there = np.int64(other)
-    yield "sendrecv", "ranks np.int64", partial(comm.sendrecv, x, there, buf, there)
-    for way, more in MESSAGE_WAYS.items():
-        yield "sendrecv", way, partial(comm.sendrecv, x, other, buf, other, **more)
-    yield "sendrecv", "src=ANY", partial(comm.sendrecv, x, other, buf, uni.ANY)
-    for dtype in (name for name in DTYPES if name != "bfloat16"):
-        x, buf = np.ones(1, dtype), np.empty(1, dtype)
-        yield "sendrecv", dtype, partial(comm.sendrecv, x, other, buf, other)
-    for name, x in (*arrays(), *objects(is_written=False)):
-        yield "sendrecv", name, partial(comm.sendrecv, x, other, bytearray(16), other)
-    yield "sendrecv", "to itself", partial(comm.sendrecv, np.ones(1), comm.rank, np.empty(1), comm.rank)
-
-
-def exchanges(comm: uni.Communicator) -> Iterator[Case]:
-    """A send and a receive, of each kind."""
-    other = 1 - comm.rank
-
-    def exchange(send: Callable[..., Any], recv: Callable[..., Any], **more: Any) -> Step:
-        def step() -> None:
-            works = send(dst=other, **more), recv(src=other, **more)
-            if isinstance(works[0], uni.Work):
-                uni.wait_all(works)
-
-        return step
-
-    for sends, receives, given, into in (
-        ("send", "recv", (np.ones(1),), (np.empty(1),)),
-        ("send", "recv_bytes", (np.ones(1),), ()),
-        ("send_object", "recv_object", (7,), ()),
-    ):
-        for verbs, way in (comm, "plain"), (comm.start, "started"):
-            both = partial(getattr(verbs, sends), *given), partial(getattr(verbs, receives), *into)
-            yield receives, way, exchange(*both)
-            for more, options in MESSAGE_WAYS.items():
-                yield receives, f"{way}, {more}", exchange(*both, **options)
-
-
-def many_works(comm: uni.Communicator) -> Iterator[Case]:
-    """Per work, where many are under way."""
-    other, n = 1 - comm.rank, 1000
-    bufs = np.empty(n)
-
-    def exchange(wait: Callable[[list[uni.Work]], object]) -> Step:
-        def step() -> None:
-            works = [comm.start.recv(bufs[i : i + 1], other, i) for i in range(n)]
-            for i in range(n):
-                comm.send(bufs[i : i + 1], other, i)
-            wait(works)
-
-        step.calls = n  # type: ignore[attr-defined]
-        return step
-
-    def any_by_any(works: list[uni.Work]) -> None:
-        while works:
-            works.pop(uni.wait_any(works))
-
-    yield "many", "plain", exchange(uni.wait_all)
-    yield "many", "as_completed", exchange(lambda works: list(uni.as_completed(works)))
-    yield "many", "wait_any", exchange(any_by_any)
+    return float(comm.all_reduce(np.array(turns), "max").min())
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <span>
 #include <vector>
 
 #include "collective/fingerprint.hpp"
@@ -32,6 +33,7 @@ class CallLog {
   struct Lengths {
     bool are_known = false;
     std::vector<std::int64_t> of;
+    std::vector<uint8_t> types;  // of each array, if they are several
   };
   struct Entry {
     uint64_t sequence = 0;
@@ -45,7 +47,7 @@ class CallLog {
   struct InFlightCall {
     uint64_t sequence;
     CompletionQueue& completions;
-    uint64_t handle;  // of its operation
+    std::span<const uint64_t> handles;  // of its operations
     // relaxed: an interrupt_wait follows, and makes the waiting thread look
     std::atomic<bool> is_interrupted{false};
   };

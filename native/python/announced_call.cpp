@@ -96,7 +96,7 @@ size_t keep_blobs(const codec::Packer& packer, Announced& mine, size_t number) {
 // An item of a list or tuple of this length; anything else is Python's to refuse. Asked for each item: looking at the
 // one before may have run any code.
 PyObject* item_of(PyObject* list, size_t count, size_t i) {
-  if (list == nullptr || !(PyList_CheckExact(list) || PyTuple_CheckExact(list)) ||
+  if (list == nullptr || !(PyList_Check(list) || PyTuple_Check(list)) ||
       static_cast<size_t>(PySequence_Fast_GET_SIZE(list)) != count)
     throw LeftToReference();
   return PySequence_Fast_GET_ITEM(list, static_cast<Py_ssize_t>(i));
@@ -169,7 +169,8 @@ void Call::announce_arrays(PyObject* x) {
       throw LeftToReference();  // refuses it by its name
     }
     part.keep();
-    if (part.nd == 0 || !is_alike(part, mine.parts[0])) throw LeftToReference();
+    const bool fits_row = part.nd != 0 && static_cast<size_t>(part.nd - 1) <= Announcement::dims_max;
+    if (!fits_row || !is_alike(part, mine.parts[0])) throw LeftToReference();
     nbytes += part.nbytes();
   }
   const Argument& first = mine.parts[0];

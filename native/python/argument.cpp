@@ -151,13 +151,6 @@ double seconds_of(PyObject* given) {
 
 uint64_t Argument::nbytes() const { return count * itemsizes[dtype]; }
 
-nb::object Argument::array() const {
-  if (dtype == bfloat16_code) throw LeftToReference();
-  if (form == Form::array) return nb::borrow(given);
-  if (form != Form::tensor) throw LeftToReference();
-  return array_of(given);
-}
-
 Arguments::Arguments(nb::object array_type, nb::object empty, nb::object view, nb::list dtypes, bool leaves_tensors)
     : array_type_(std::move(array_type)),
       empty_(std::move(empty)),
@@ -220,7 +213,9 @@ void Arguments::find_scalar_types() {
 }
 
 void Arguments::see_other(PyObject* given, const char* what, bool is_written, Argument& seen) const {
-  if (see_number(given, seen) || see_tensor(given, seen) || see_buffer(given, is_written, seen)) return;
+  if (see_number(given, seen) || see_subclass(given, is_written, seen) || see_tensor(given, seen) ||
+      see_buffer(given, is_written, seen))
+    return;
   if (leaves_tensors_ && is_tensor(given)) throw LeftToReference();
   see_by_python(given, what, is_written, seen);
 }
@@ -231,31 +226,48 @@ bool Arguments::see_number(PyObject* given, Argument& seen) const {
     seen.dtype = dtype;
     seen.form = Form::number;
   };
-  if (PyFloat_CheckExact(given)) {
+  const bool is_plain = PyFloat_CheckExact(given) || PyLong_CheckExact(given) || PyBool_Check(given);
+  const auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(given));
+  const auto scalar = is_plain ? scalar_types_.end()
+                               : std::find_if(scalar_types_.begin(), scalar_types_.end(),
+                                              [type](const nb::object& one) { return one.ptr() == type; });
+  if (scalar != scalar_types_.end()) {  // some are of a subclass of Python's numbers
+    seen.dtype = static_cast<uint8_t>(scalar - scalar_types_.begin());
+    std::memcpy(seen.number_, value_of(given), itemsizes[seen.dtype]);
+    seen.form = Form::scalar;
+  } else if (PyFloat_Check(given)) {
     write(float64_code, PyFloat_AS_DOUBLE(given));
-  } else if (PyLong_CheckExact(given)) {
+  } else if (PyBool_Check(given)) {
+    write(bool_code, static_cast<uint8_t>(given == Py_True));
+  } else if (PyLong_Check(given)) {
     int overflow = 0;
     const long long number = PyLong_AsLongLongAndOverflow(given, &overflow);
     if (overflow != 0) return false;
     write(int64_code, number);
-  } else if (PyBool_Check(given)) {
-    write(bool_code, static_cast<uint8_t>(given == Py_True));
-  } else if (PyComplex_CheckExact(given)) {
+  } else if (PyComplex_Check(given)) {
     write(complex128_code, reinterpret_cast<const PyComplexObject*>(given)->cval);
   } else {
-    const auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(given));
-    const auto known = std::find_if(scalar_types_.begin(), scalar_types_.end(),
-                                    [type](const nb::object& one) { return one.ptr() == type; });
-    if (known == scalar_types_.end()) return false;
-    seen.dtype = static_cast<uint8_t>(known - scalar_types_.begin());
-    std::memcpy(seen.number_, value_of(given), itemsizes[seen.dtype]);
-    seen.form = Form::scalar;
+    return false;
   }
   seen.data = seen.number_;
   seen.count = 1;
   seen.nd = 0;
   return true;
 }
+
+// An array of a subclass, such as memmap. Those with a mask are Python's to refuse.
+bool Arguments::see_subclass(PyObject* given, bool is_written, Argument& seen) const {
+  if (PyObject_TypeCheck(given, reinterpret_cast<PyTypeObject*>(array_type_.ptr())) == 0) return false;
+  static PyObject* const word = interned("numpy.ma.core");
+  const nb::object masks = nb::steal(PyImport_GetModule(word));  // a program that has one has imported it
+  if (masks.is_valid() && PyObject_IsInstance(given, nb::object(masks.attr("MaskedArray")).ptr()) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  return see_array(as_array(given), is_written, seen);
+}
+
+static_assert(TensorView::dims_max <= Argument::dims_max);
 
 bool Arguments::see_tensor(PyObject* given, Argument& seen) const {
   TensorView tensor;
@@ -319,6 +331,17 @@ void Arguments::see_by_python(PyObject* given, const char* what, bool is_written
   seen.is_viewed_number_ = nb::cast<bool>(array.attr("is_value"));
   seen.held_ = std::move(array);
   seen.form = Form::viewed;
+}
+
+nb::object Arguments::array(const Argument& argument) const {
+  if (argument.dtype == bfloat16_code) throw LeftToReference();
+  if (argument.form == Form::tensor) return array_of(argument.given);
+  if (argument.form == Form::array && is_array(argument.given)) return nb::borrow(argument.given);
+  if (argument.count == 0) throw LeftToReference();  // there may be no memory
+  const nb::object memory = nb::steal(PyMemoryView_FromMemory(reinterpret_cast<char*>(argument.data),
+                                                              static_cast<Py_ssize_t>(argument.nbytes()), PyBUF_WRITE));
+  if (!memory.is_valid()) throw nb::python_error();
+  return array_in(memory, 0, argument.dtype, tuple_of(argument.shape, argument.nd));
 }
 
 Result Arguments::make(const Argument& like, const Py_ssize_t* shape, int nd) const {

@@ -54,7 +54,7 @@ inline std::int64_t index_of(PyObject* given) {
 double seconds_of(PyObject* given);
 
 // `number` is one of Python's, `scalar` one of NumPy's; both are immutable, so a new one is given back.
-enum class Form : uint8_t { none, array, tensor, number, scalar, buffer, viewed, joined };
+enum class Form : uint8_t { none, array, tensor, number, scalar, buffer, viewed, several };
 
 // It is not moved: the memory of a number is its own.
 struct Argument {
@@ -65,7 +65,7 @@ struct Argument {
   Argument(const Argument&) = delete;
   Argument& operator=(const Argument&) = delete;
 
-  static constexpr int dims_max = 8;  // more go to buffers.view, and have no shape here
+  static constexpr int dims_max = 32;  // the limit of NumPy 1; the reference path makes calls with more
 
   PyObject* given = nullptr;  // the caller's reference, until `keep`
   engine::byte* data = nullptr;
@@ -89,20 +89,13 @@ struct Argument {
     dtype = engine::plain_bytes;
     form = Form::array;
   }
-  // Stand for several arrays of the user that lie in a row.
-  void stand_for(PyObject* arrays, engine::byte* joined, uint8_t element_type, uint64_t elements) {
+  // Stand for several arrays of the user, whose memory is elsewhere.
+  void stand_for(PyObject* arrays) {
     given = arrays;
-    data = joined;
-    dtype = element_type;
-    count = elements;
-    form = Form::joined;
-    nd = 1;
-    shape[0] = static_cast<Py_ssize_t>(elements);
+    form = Form::several;
   }
   // What keeps its memory beside the object that was given; not valid if nothing does.
   const nb::object& held() const { return held_; }
-  // A NumPy array of its memory; throws LeftToReference if there is no such array.
-  nb::object array() const;
   // Keep what was given beyond the frame of its caller.
   void keep() { kept_ = nb::borrow(given); }
   void clear() {
@@ -140,17 +133,13 @@ class Arguments {
   // Throws nb::python_error with the UsageError of buffers.view.
   void see(PyObject* given, const char* what, bool is_written, Argument& seen) const {
     seen.given = given;
-    if (is_array(given)) [[likely]] {
-      const int needed = is_contiguous | is_aligned | (is_written ? is_writeable : 0);
-      const ArrayObject& array = as_array(given);
-      if ((array.flags & needed) == needed && see_array(array, seen)) [[likely]] {
-        seen.form = Form::array;
-        return;
-      }
-    }
+    if (is_array(given) && see_array(as_array(given), is_written, seen)) [[likely]]
+      return;
     see_other(given, what, is_written, seen);
   }
 
+  // A plain NumPy array of its memory, which must outlive it; throws LeftToReference if there is none.
+  nb::object array(const Argument& argument) const;
   Result make(const Argument& like, const Py_ssize_t* shape, int nd) const;
   // An array of bytes.
   Result make_bytes(uint64_t nbytes) const;
@@ -166,8 +155,9 @@ class Arguments {
   static PyObject* give_back(const Argument& argument);
 
  private:
-  bool see_array(const ArrayObject& array, Argument& seen) const {
-    if (array.nd > Argument::dims_max) return false;
+  bool see_array(const ArrayObject& array, bool is_written, Argument& seen) const {
+    const int needed = is_contiguous | is_aligned | (is_written ? is_writeable : 0);
+    if ((array.flags & needed) != needed || array.nd > Argument::dims_max) return false;
     const uint8_t code = code_of(array.descr);
     if (code == engine::untyped) return false;
     seen.dtype = code;
@@ -176,10 +166,12 @@ class Arguments {
     uint64_t count = 1;
     for (int i = 0; i < array.nd; ++i) count *= static_cast<uint64_t>(seen.shape[i] = array.dimensions[i]);
     seen.count = count;
+    seen.form = Form::array;
     return true;
   }
   void see_other(PyObject* given, const char* what, bool is_written, Argument& seen) const;
   bool see_number(PyObject* given, Argument& seen) const;
+  bool see_subclass(PyObject* given, bool is_written, Argument& seen) const;
   bool see_tensor(PyObject* given, Argument& seen) const;
   bool is_plain_buffer(PyObject* given) const;
   bool see_buffer(PyObject* given, bool is_written, Argument& seen) const;

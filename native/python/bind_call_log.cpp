@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <set>
 
 #include "collective/call_log.hpp"
 #include "collective/run.hpp"
@@ -29,7 +30,7 @@ void remember(CallLog& self, uint64_t sequence, nb::bytes data, nb::object code,
   CallLog::Site site;
   if (!code.is_none()) site = {code.release().ptr(), instruction};
   const nb::object replaced = nb::steal(static_cast<PyObject*>(self.remember(sequence, fingerprint, site)));
-  if (lengths) self.lengths() = {true, *lengths};
+  if (lengths) self.lengths() = {true, *lengths, {}};
 }
 
 // File and line of a call, found only now: most calls are never asked about.
@@ -48,6 +49,15 @@ nb::object lengths_of(const CallLog& self, uint64_t sequence) {
   nb::list lengths;
   for (const std::int64_t length : entry->lengths.of) lengths.append(length);
   return nb::tuple(lengths);
+}
+
+// The types of the arrays of a call that has several, by number; None if the engine has not made it.
+nb::object types_of(const CallLog& self, uint64_t sequence) {
+  const CallLog::Entry* const entry = self.find(sequence);
+  if (entry == nullptr || !entry->lengths.are_known || entry->lengths.types.empty()) return nb::none();
+  nb::list types;
+  for (const uint8_t type : entry->lengths.types) types.append(int{type});
+  return nb::tuple(types);
 }
 
 }  // namespace
@@ -72,6 +82,7 @@ void bind_call_log(nb::module_& m) {
            nb::arg("instruction") = 0, nb::arg("lengths").none() = nb::none())
       .def("site", &site_of, nb::arg("sequence"))
       .def("lengths", &lengths_of, nb::arg("sequence"))
+      .def("types", &types_of, nb::arg("sequence"))
       .def("find",
            [](const CallLog& self, uint64_t sequence) -> nb::object {
              const CallLog::Entry* const found = self.find(sequence);
@@ -88,13 +99,15 @@ void bind_call_log(nb::module_& m) {
       .def("__len__", &CallLog::size)
       .def("awaited",
            [](const CallLog& self, uint64_t sequence) {
+             std::set<std::int32_t> ranks;  // ascending
              for (const CallLog::InFlightCall* flight : self.flights) {
                if (flight->sequence != sequence) continue;
                const Hold held = flight->completions.engine().hold();
-               const Run* const run = flight->completions.run_of(flight->handle);
-               return run != nullptr ? run->awaited() : std::vector<std::int32_t>();
+               for (const uint64_t handle : flight->handles)
+                 if (const Run* const run = flight->completions.run_of(handle); run != nullptr)
+                   for (const std::int32_t rank : run->awaited()) ranks.insert(rank);
              }
-             return std::vector<std::int32_t>();
+             return std::vector(ranks.begin(), ranks.end());
            })
       .def("interrupt_in_flight", [](CallLog& self) {
         for (CallLog::InFlightCall* flight : self.flights) {

@@ -52,19 +52,6 @@ void Call::prepare(const Given& given, bool is_started) {
   if (is_collective() || is_started) find_site();
 }
 
-// An all_reduce of arrays in a row.
-void Call::prepare_fused(const Given& given) {
-  if (given[Parameter::x] == nullptr) throw LeftToReference();
-  op_ = op_names.number_of(given[Parameter::op]);
-  fused_.emplace(group_.arguments, given[Parameter::x], op_names.width_of(op_));
-  x_.stand_for(fused_->items().ptr(), nullptr, fused_->dtype(), fused_->count());
-  x_.keep();
-  find_decision(given);
-  x_.data = target_ = fused_->join(group_.arguments, result_);
-  target_count_ = x_.count;
-  if (decision_->dtype != x_.dtype) widen();
-}
-
 // An all_gather of one row per rank, which Python writes and reads.
 void Call::prepare_split(const Given& given) {
   static PyObject* const split_row = interned("split_row");
@@ -84,8 +71,10 @@ void Call::prepare_split(const Given& given) {
 // What a report says of its arrays.
 void Call::note_lengths(const Argument& shown, CallLog::Lengths& lengths) const {
   lengths.are_known = true;
+  lengths.types.clear();
   if (fused_.has_value()) {
     lengths.of = fused_->lengths();
+    fused_->types(lengths.types);
   } else if (parts_.has_value()) {
     const auto elements = parts_->elements();
     lengths.of.assign(elements.begin(), elements.end());
@@ -103,6 +92,7 @@ void Call::keep() {
 
 uint64_t Call::poll_bytes() const {
   if (announced_) return stage() == 0 ? std::max(count_, target_count_) : announced_->bytes;
+  if (fused_) return fused_->nbytes();
   if (!is_collective()) return std::max(x_.is_given() ? x_.nbytes() : 0, out_.is_given() ? out_.nbytes() : 0);
   return x_.is_given() ? std::max(x_.nbytes(), target_count_ * itemsizes[x_.dtype]) : 0;
 }
@@ -115,12 +105,9 @@ void Call::begin() {
 }
 
 void Call::begin_collective() {
+  if (this->stage() == 0) sequence_ = group_.call_log.next++;
+  if (fused_) return begin_bundles();
   Stage stage;
-  stage.context = group_.context;
-  stage.dtype = decision_->dtype;
-  stage.itemsize = decision_->itemsize;
-  stage.kernel = decision_->kernel;
-  stage.window = group_.window;
   const bool has_no_in = is_in_place();
   if (!has_no_in) stage.in = x_.data;
   if (has_result()) stage.out = target_;
@@ -134,13 +121,21 @@ void Call::begin_collective() {
     if (stage.in != nullptr) stage.in = wide;
     if (stage.out != nullptr) stage.out = has_no_in ? wide : wide + x_.count * sizeof(float);
   }
-  if (this->stage() == 0) sequence_ = group_.call_log.next++;
-  stage.tag = tag_of(sequence_) + this->stage();
+  stage.tag = last_tag();
   const Counts given = counts();
   stage.counts = given.at;
   stage.counts_n = given.size;
   stage.is_even = given.is_even;
-  stage.piece_elements = decision_->piece_elements;
+  begin_run(*decision_, stage);
+}
+
+void Call::begin_run(const Decision& decision, Stage& stage) {
+  stage.context = group_.context;
+  stage.dtype = decision.dtype;
+  stage.itemsize = decision.itemsize;
+  stage.kernel = decision.kernel;
+  stage.window = group_.window;
+  stage.piece_elements = decision.piece_elements;
   stage.peers = group_.rank_map->translation();
   Run& run = group_.completions.make_run();
   operations_[started_] = &run;
@@ -148,12 +143,14 @@ void Call::begin_collective() {
   run.is_watched = true;
   run.fingerprint = fingerprint_;
   run.phase = Operation::Phase::starting;
-  run.bind(decision_->program, stage);
+  run.bind(decision.program, stage);
   // A group's first call of a class waits for its receivers: where programs differ from the start, it ends with the
   // error.
-  run.start(group_.count_run_ahead(run, group_.takes_first_call(*decision_) ? UINT64_MAX : poll_bytes()));
+  run.start(group_.count_run_ahead(run, group_.takes_first_call(decision) ? UINT64_MAX : poll_bytes()));
   if (run.phase == Operation::Phase::starting) run.phase = Operation::Phase::active;
 }
+
+uint64_t Call::last_tag() const { return tag_of(sequence_) + (fused_ ? fused_->bundles().size() - 1 : stage()); }
 
 bool Call::is_poll_over() const {
   if (has_ended() || wants_memory()) return true;
@@ -221,8 +218,7 @@ bool Call::take() {
   started_ = 0;
   if (is_collective()) {
     if (stage() == 0 && shows_all()) ++group_.call_log.agreed;
-    if (const UnexpectedMessage* const first =
-            group_.completions.first_unclaimed(group_.context, tag_of(sequence_) + stage());
+    if (const UnexpectedMessage* const first = group_.completions.first_unclaimed(group_.context, last_tag());
         first != nullptr) [[unlikely]]
       unclaimed_.emplace(first->envelope);
   }
@@ -253,7 +249,7 @@ std::int64_t Call::pump_at() {
 
 Call::Waited Call::wait(std::int64_t limit_ns) {
   const std::int64_t attention = attention_at();
-  CallLog::InFlightCall flight{sequence_, group_.completions, handles_[0]};
+  CallLog::InFlightCall flight{sequence_, group_.completions, {handles_, started_}};
   group_.call_log.flights.push_back(&flight);
   Waited waited = Waited::attention;
   for (;;) {
@@ -435,6 +431,7 @@ PyObject* Call::finish() {
   if (announced_)
     return finish_announced(stage() == 0 ? std::move(announced_->result) : nb::steal(finish_second_stage()));
   if (spec_.has(Fact::groups)) return make_group().release().ptr();
+  if (fused_) return finish_fused();
   if (is_collective()) return give();
   if (!spec_.has(Fact::receives)) Py_RETURN_NONE;
   return received().release().ptr();

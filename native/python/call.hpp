@@ -101,6 +101,8 @@ class Call : public ParsedCall {
   void prepare_message(const Given& given, bool is_started);
   void prepare_buffer(const Given& given);
   void prepare_fused(const Given& given);
+  void begin_bundles();
+  PyObject* finish_fused();
   void prepare_announced(const Given& given);
   void announce_arrays(PyObject* x);
   void announce_objects(PyObject* x);
@@ -137,6 +139,9 @@ class Call : public ParsedCall {
   void poll_if_short();
   void note_lengths(const Argument& shown, engine::CallLog::Lengths& lengths) const;
   void begin_collective();
+  void begin_run(const Decision& decision, engine::Stage& stage);
+  // The tag of its last stage so far.
+  uint64_t last_tag() const;
   void begin_send();
   void begin_receive();
   // Whether a receive waits for memory that the caller is to supply.
@@ -146,10 +151,15 @@ class Call : public ParsedCall {
   void take_received(engine::ReceiveOperation& receive);
   // Whether it is of no use to look further with the GIL held.
   bool is_poll_over() const;
+  // Whether all its operations have ended, or one of them otherwise than well.
   bool has_ended() const {
+    bool have_all = true;
     for (unsigned i = 0; i < started_; ++i)
-      if (operations_[i]->phase != engine::Operation::Phase::ended) return false;
-    return true;
+      if (operations_[i]->phase != engine::Operation::Phase::ended)
+        have_all = false;
+      else if (operations_[i]->outcome != engine::Outcome::done)
+        return true;
+    return have_all;
   }
   // With the engine's lock: true if all operations ended well; then they are back in their pools.
   bool take();
@@ -174,9 +184,10 @@ class Call : public ParsedCall {
   uint64_t sequence_ = engine::CallLog::no_sequence;
   const engine::byte* in_ = nullptr;  // of a call with announcements: what is read
   bool is_started_ = false;
+  // Two messages, or the stages of a collective that run at once.
   unsigned started_ = 0;
-  engine::Operation* operations_[2] = {};
-  uint64_t handles_[2] = {};
+  engine::Operation* operations_[engine::stages] = {};
+  uint64_t handles_[engine::stages] = {};
   // Of a receive that has ended.
   std::int32_t source_ = 0;
   uint64_t matched_tag_ = 0, matched_bytes_ = 0;

@@ -10,7 +10,7 @@
 namespace unisono {
 
 FusedArrays::FusedArrays(const Arguments& arguments, PyObject* given, uint64_t width) : given_(nb::borrow(given)) {
-  if (!PyList_CheckExact(given) && !PyTuple_CheckExact(given)) throw LeftToReference();
+  if (!PyList_Check(given) && !PyTuple_Check(given)) throw LeftToReference();
   items_ = nb::steal(PySequence_Tuple(given));
   if (!items_.is_valid()) throw nb::python_error();
   number_ = static_cast<size_t>(PyTuple_GET_SIZE(items_.ptr()));
@@ -24,45 +24,85 @@ FusedArrays::FusedArrays(const Arguments& arguments, PyObject* given, uint64_t w
     } catch (nb::python_error&) {
       throw LeftToReference();  // it says which one is wrong
     }
-    const bool is_whole = width == 1 || (array.nd > 0 && array.shape[array.nd - 1] == static_cast<Py_ssize_t>(width));
-    if (array.dtype != arrays_[0].dtype || !is_whole) throw LeftToReference();
+    if (width != 1 && (array.nd == 0 || array.shape[array.nd - 1] != static_cast<Py_ssize_t>(width)))
+      throw LeftToReference();
     lengths_.push_back(static_cast<std::int64_t>(array.count));
-    count_ += array.count;
+    Bundle& bundle = bundle_of(array.dtype);
+    ++bundle.arrays;
+    bundle.count += array.count;
   }
+}
+
+FusedArrays::Bundle& FusedArrays::bundle_of(uint8_t dtype) {
+  auto place = bundles_.begin();
+  while (place != bundles_.end() && place->dtype < dtype) ++place;
+  if (place == bundles_.end() || place->dtype != dtype) {
+    place = bundles_.emplace(place);
+    place->dtype = dtype;
+  }
+  return *place;
+}
+
+template <class Visit>
+void FusedArrays::for_each_of(const Bundle& bundle, Visit visit) const {
+  for (size_t i = 0; i < number_; ++i)
+    if (arrays_[i].dtype == bundle.dtype) visit(arrays_[i]);
+}
+
+uint64_t FusedArrays::nbytes() const {
+  uint64_t all = 0;
+  for (const Bundle& bundle : bundles_) all += bundle.count * itemsizes[bundle.dtype];
+  return all;
+}
+
+void FusedArrays::types(std::vector<uint8_t>& into) const {
+  into.clear();
+  for (size_t i = 0; i < number_; ++i) into.push_back(arrays_[i].dtype);
 }
 
 std::vector<std::int64_t> FusedArrays::compared() const {
   std::vector<std::int64_t> values;
   values.reserve(2 * number_);
-  for (const std::int64_t length : lengths_) {
-    values.push_back(dtype());
-    values.push_back(length);
+  for (size_t i = 0; i < number_; ++i) {
+    values.push_back(arrays_[i].dtype);
+    values.push_back(lengths_[i]);
   }
   return values;
 }
 
-engine::byte* FusedArrays::join(const Arguments& arguments, Result& result) const {
-  if (number_ == 1) return arrays_[0].data;
-  const auto length = static_cast<Py_ssize_t>(count_);
-  result = arguments.make(arrays_[0], &length, 1);
+void FusedArrays::join() {
   std::optional<GilReleased> released;
-  if (count_ * itemsizes[dtype()] >= gil_release_bytes) released.emplace();
-  engine::byte* into = result.data;
-  for (size_t i = 0; i < number_; ++i) {
-    if (arrays_[i].count != 0) std::memcpy(into, arrays_[i].data, arrays_[i].nbytes());
-    into += arrays_[i].nbytes();
+  if (nbytes() >= gil_release_bytes) released.emplace();
+  for (Bundle& bundle : bundles_) {
+    if (bundle.arrays == 1) {
+      for_each_of(bundle, [&](const Argument& only) { bundle.data = only.data; });
+      continue;
+    }
+    const uint64_t nbytes = bundle.count * itemsizes[bundle.dtype];
+    bundle.joined = engine::ResultMemory::take(nbytes);
+    bundle.data = bundle.joined.get();
+    if (bundle.data == nullptr && nbytes != 0) {
+      released.reset();
+      PyErr_NoMemory();
+      throw nb::python_error();
+    }
+    engine::byte* into = bundle.data;
+    for_each_of(bundle, [&](const Argument& array) {
+      if (array.count != 0) std::memcpy(into, array.data, array.nbytes());
+      into += array.nbytes();
+    });
   }
-  return result.data;
 }
 
-void FusedArrays::part(const engine::byte* joined) const {
-  if (number_ == 1) return;
+void FusedArrays::part(const Bundle& bundle) const {
+  if (bundle.arrays == 1) return;
   std::optional<GilReleased> released;
-  if (count_ * itemsizes[dtype()] >= gil_release_bytes) released.emplace();
-  for (size_t i = 0; i < number_; ++i) {
-    if (arrays_[i].count != 0) std::memcpy(arrays_[i].data, joined, arrays_[i].nbytes());
-    joined += arrays_[i].nbytes();
-  }
+  if (bundle.count * itemsizes[bundle.dtype] >= gil_release_bytes) released.emplace();
+  const engine::byte* from = bundle.data;
+  for_each_of(bundle, [&](const Argument& array) {
+    if (array.count != 0) std::memcpy(array.data, from, array.nbytes());
+    from += array.nbytes();
+  });
 }
 
 PyObject* FusedArrays::give_back() const {

@@ -84,8 +84,7 @@ void ParsedCall::prepare_collective(const Given& given) {
   }
   if (spec_.has(Fact::cut)) {
     if (given[Parameter::counts] == nullptr) throw LeftToReference();
-    parts_.emplace().read(given[Parameter::counts], verb_group_.arguments, x_, verb_group_.size,
-                          op_names.width_of(op_));
+    parts_.emplace().read(given[Parameter::counts], x_, verb_group_.size, op_names.width_of(op_));
   }
   find_decision(given);
   if (is_broadcast_here() && decision_->writes_out) check_root_is_writable(given[Parameter::x]);
@@ -106,17 +105,34 @@ void ParsedCall::check_root_is_writable(PyObject* x) const {
 // The mean of 16-bit floats is computed in float32: reduced in memory of our own, and rounded in the end.
 void ParsedCall::widen() {
   const bool has_target = spec_.has(Fact::in_place);
-  wide_count_ = x_.count + (has_target ? 0 : target_count_);
-  if (wide_count_ == 0) return;
+  const uint64_t more = has_target ? 0 : target_count_;
+  wide_count_ = x_.count + more;
+  wide_ = widened(x_.dtype, has_target && target_ != nullptr ? target_ : x_.data, x_.count, more);
+}
+
+// A copy in float32, with room for `more` elements behind it.
+ResultMemory ParsedCall::widened(uint8_t dtype, const byte* from, uint64_t count, uint64_t more) {
+  if (count + more == 0) return {};
   std::optional<GilReleased> released;
-  if (x_.nbytes() >= gil_release_bytes) released.emplace();
-  wide_ = ResultMemory::take(wide_count_ * sizeof(float));
-  if (wide_.get() == nullptr) {
+  if (count * itemsizes[dtype] >= gil_release_bytes) released.emplace();
+  ResultMemory wide = ResultMemory::take((count + more) * sizeof(float));
+  if (wide.get() == nullptr) {
     released.reset();
     PyErr_NoMemory();
     throw nb::python_error();
   }
-  active_kernels().widen[x_.dtype](wide_.get(), has_target && target_ != nullptr ? target_ : x_.data, x_.count);
+  active_kernels().widen[dtype](wide.get(), from, count);
+  return wide;
+}
+
+// Finish a mean: divide the sum, which is in `wide` if it was computed in float32, and round it.
+void ParsedCall::divide(const Decision& decision, uint8_t dtype, byte* target, uint64_t count, byte* wide) {
+  if (decision.divisor == 0) return;
+  std::optional<GilReleased> released;
+  if (count * itemsizes[dtype] >= gil_release_bytes) released.emplace();
+  byte* const sum = wide == nullptr ? target : wide;
+  active_kernels().divide[decision.dtype](sum, count, decision.divisor);
+  if (wide != nullptr) active_kernels().narrow[dtype](target, wide, count);
 }
 
 // ---- the decision ----
@@ -132,21 +148,27 @@ void ParsedCall::find_decision(const Given& given) {
   count_ = x_.count / width / static_cast<uint64_t>(spec_.has(Fact::by_rank) ? verb_group_.size : 1);
   key.size_class = parts_.has_value() ? parts_->size_class() : size_class(count_);
   // The last axis is one item, and no rank gets a part of one; the reference path refuses it. See ReduceOp.check_shape.
-  if (width > 1 && !fused_.has_value() &&
+  if (width > 1 &&
       (x_.nd <= (spec_.has(Fact::by_rank) ? 1 : 0) || x_.shape[x_.nd - 1] != static_cast<Py_ssize_t>(width)))
     throw LeftToReference();
-  decision_ = verb_group_.decisions.find(key);
-  if (decision_ == nullptr) decision_ = decide(key, given, x_.dtype, {x_.shape, static_cast<size_t>(x_.nd)});
-  if (decision_->program == nullptr && !decision_->library.is_valid()) throw LeftToReference();
+  decision_ = decision_for(key, given, {x_.shape, static_cast<size_t>(x_.nd)});
   // A longer one does not fit into a fingerprint, or into 64 bits.
   if (x_.count >= count_any || (decision_->program != nullptr && !decision_->program->accepts(counts())))
     throw LeftToReference();
   fingerprint_ = decision_->fingerprint.with(x_.count, hash_of_call());
 }
 
+// Throws LeftToReference if the reference path makes such calls.
+const Decision* ParsedCall::decision_for(const DecisionKey& key, const Given& given,
+                                         std::span<const Py_ssize_t> shape) {
+  const Decision* decision = verb_group_.decisions.find(key);
+  if (decision == nullptr) decision = decide(key, given, key.dtype, shape);
+  if (decision->program == nullptr && !decision->library.is_valid()) throw LeftToReference();
+  return decision;
+}
+
 // Of what ranks compare beside the decision and the count.
 uint32_t ParsedCall::hash_of_call() const {
-  if (fused_.has_value()) return Fingerprint::hash_of(verb_group_.fingerprint_seed, fused_->compared());
   if (parts_.has_value() && !parts_->is_even())
     return Fingerprint::hash_of(verb_group_.fingerprint_seed, parts_->elements());
   const std::span<const Py_ssize_t> dims(x_.shape, decision_->is_shape_compared ? static_cast<size_t>(x_.nd) : 0);
@@ -155,6 +177,10 @@ uint32_t ParsedCall::hash_of_call() const {
 
 // Whether its end shows that every rank has made the same call: what ends here has come from all of them.
 bool ParsedCall::shows_all() const {
+  if (fused_.has_value())
+    return std::any_of(fused_->bundles().begin(), fused_->bundles().end(), [](const FusedArrays::Bundle& bundle) {
+      return bundle.count != 0 && bundle.decision->is_synchronizing;
+    });
   const Counts given = counts();
   return decision_->is_synchronizing && std::all_of(given.at, given.at + given.size, [](uint64_t n) { return n != 0; });
 }
@@ -168,8 +194,6 @@ const Decision* ParsedCall::decide(const DecisionKey& key, const Given& given, u
   const nb::object op = op_ == OpNames::none ? nb::none() : op_names.name_of(op_);
   PyObject* const algorithm = given[Parameter::algorithm];
   nb::list lengths;
-  if (fused_.has_value())
-    for (const std::int64_t length : fused_->lengths()) lengths.append(length);
   if (parts_.has_value())
     for (const std::int64_t length : parts_->elements()) lengths.append(length);
   const nb::object decided = adoption_.attr("decide")(
@@ -272,18 +296,9 @@ void ParsedCall::find_target(const Given&) {
 
 PyObject* ParsedCall::give() {
   if (!has_result() || spec_.has(Fact::empty)) Py_RETURN_NONE;
-  if (decision_->divisor != 0) {
-    std::optional<GilReleased> released;
-    if (target_count_ * itemsizes[x_.dtype] >= gil_release_bytes) released.emplace();
-    byte* const wide = wide_.get();
-    byte* const sum = wide == nullptr ? target_ : wide + (wide_count_ - target_count_) * sizeof(float);
-    active_kernels().divide[decision_->dtype](sum, target_count_, decision_->divisor);
-    if (wide != nullptr) active_kernels().narrow[x_.dtype](target_, sum, target_count_);
-  }
-  if (fused_.has_value()) {
-    fused_->part(target_);
-    return fused_->give_back();
-  }
+  byte* const wide = wide_.get();
+  const uint64_t before = wide_count_ - target_count_;  // in `wide`, before the sum
+  divide(*decision_, x_.dtype, target_, target_count_, wide == nullptr ? nullptr : wide + before * sizeof(float));
   if (spec_.has(Fact::in_place) && !out_.is_given()) return Arguments::give_back(x_);
   if (verb_group_.rank == 0 && !decision_->identity.empty()) fill_with_identity();
   if (out_.is_given()) return Py_NewRef(out_.given);

@@ -63,6 +63,7 @@ class ParsedCall {
   void read_timeout(PyObject* timeout);
   std::int32_t rank_of(PyObject* rank) const;
   void find_decision(const Given& given);
+  const Decision* decision_for(const DecisionKey& key, const Given& given, std::span<const Py_ssize_t> shape);
   const Decision* decide(const DecisionKey& key, const Given& given, uint8_t dtype, std::span<const Py_ssize_t> shape);
   const Decision* keep_decision(const DecisionKey& key, uint8_t given_dtype, nb::handle decided);
   uint32_t hash_of_call() const;
@@ -71,6 +72,8 @@ class ParsedCall {
   void find_site();
   void check_root_is_writable(PyObject* x) const;
   void widen();
+  static engine::ResultMemory widened(uint8_t dtype, const engine::byte* from, uint64_t count, uint64_t more);
+  static void divide(const Decision& decision, uint8_t dtype, engine::byte* target, uint64_t count, engine::byte* wide);
   void check_out(const Py_ssize_t* shape, int nd) const;
   bool is_own_slot() const;
   void fill_with_identity();
@@ -97,7 +100,7 @@ class ParsedCall {
   Argument x_, out_;
   Result result_;
   std::optional<PartCounts> parts_;   // of a reduce_scatter_v
-  std::optional<FusedArrays> fused_;  // of an all_reduce_many: x stands for them
+  std::optional<FusedArrays> fused_;  // of an all_reduce_many: x stands for them, and each bundle has its decision
   std::optional<Announced> announced_;
   engine::ResultMemory wide_;  // see `widen`
   uint64_t wide_count_ = 0;

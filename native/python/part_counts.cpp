@@ -1,7 +1,5 @@
 #include "python/part_counts.hpp"
 
-#include "kernels/kernels.hpp"
-
 namespace unisono {
 namespace {
 
@@ -18,39 +16,21 @@ std::int64_t whole_number(PyObject* object) {
 void read_items(PyObject* given, std::vector<std::int64_t>& rows) {
   // A copy: an item's __index__ may change the list.
   const nb::object items = nb::steal(PySequence_Tuple(given));
-  if (!items.is_valid()) throw nb::python_error();
+  if (!items.is_valid()) {
+    if (PyErr_ExceptionMatches(PyExc_TypeError) == 0) throw nb::python_error();
+    PyErr_Clear();
+    throw LeftToReference();
+  }
   const Py_ssize_t number = PyTuple_GET_SIZE(items.ptr());
   rows.reserve(static_cast<size_t>(number));
   for (Py_ssize_t i = 0; i < number; ++i) rows.push_back(whole_number(PyTuple_GET_ITEM(items.ptr(), i)));
 }
 
-template <class T>
-void read_memory(const Argument& seen, std::vector<std::int64_t>& rows) {
-  const T* const from = reinterpret_cast<const T*>(seen.data);
-  rows.assign(from, from + seen.count);
-}
-
-void read_array(PyObject* given, const Arguments& arguments, std::vector<std::int64_t>& rows) {
-  Argument seen;
-  arguments.see(given, "counts", false, seen);
-  if (seen.form != Form::array || seen.nd != 1) throw LeftToReference();
-  switch (static_cast<DType>(seen.dtype)) {
-    case DType::int64: return read_memory<std::int64_t>(seen, rows);
-    case DType::int32: return read_memory<std::int32_t>(seen, rows);
-    default: throw LeftToReference();
-  }
-}
-
 }  // namespace
 
-void PartCounts::read(PyObject* given, const Arguments& arguments, const Argument& x, std::int32_t ranks,
-                      uint64_t width) {
-  if (PyList_CheckExact(given) || PyTuple_CheckExact(given))
-    read_items(given, rows_);
-  else if (arguments.is_array(given))
-    read_array(given, arguments, rows_);
-  else
-    throw LeftToReference();
+void PartCounts::read(PyObject* given, const Argument& x, std::int32_t ranks, uint64_t width) {
+  if (PyIter_Check(given) != 0) throw LeftToReference();  // it can be read only once
+  read_items(given, rows_);
   if (x.nd == 0 || rows_.size() != static_cast<size_t>(ranks)) throw LeftToReference();
   row_elements_ = 1;
   for (int i = 1; i < x.nd; ++i) row_elements_ *= x.shape[i];

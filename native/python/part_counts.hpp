@@ -13,9 +13,9 @@ namespace unisono {
 
 class PartCounts {
  public:
-  // Read one length for each of `ranks` from a list, a tuple or an array. They cut axis 0 of `x` into parts of whole
-  // items of `width` elements. Throws LeftToReference for anything else, which the reference path refuses or reads.
-  void read(PyObject* given, const Arguments& arguments, const Argument& x, std::int32_t ranks, uint64_t width);
+  // Read one length for each of `ranks` from anything but an iterator. They cut axis 0 of `x` into parts of whole items
+  // of `width` elements. Throws LeftToReference for anything else, which the reference path refuses or reads.
+  void read(PyObject* given, const Argument& x, std::int32_t ranks, uint64_t width);
 
   bool is_even() const { return engine::is_even(items_); }
   int size_class() const { return engine::size_class(items_); }

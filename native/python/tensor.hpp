@@ -17,7 +17,7 @@ namespace nb = nanobind;
 bool is_tensor(PyObject* object);
 
 struct TensorView {
-  static constexpr int dims_max = 8;
+  static constexpr int dims_max = 32;
   std::byte* data;
   uint8_t dtype;
   int nd;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 import subprocess
 import sys
@@ -19,6 +20,12 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 
 __all__ = ["world"]
+
+
+class Level(enum.IntEnum):
+    """Numbers by name, as programs have them."""
+
+    low, high = 3, 4
 
 
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.float16, torch.complex64)
@@ -201,6 +208,47 @@ def test_memory_that_is_both_given_and_filled_is_refused(world: MakeWorld) -> No
     assert found(comms, program) == []
 
 
+# -- arrays of subclasses -------------------------------------------------------------------------------
+
+
+@every_kind
+def test_arrays_of_subclasses_are_seen_where_they_lie(world: MakeWorld, kind: str, tmp_path: Path) -> None:
+    comms = world(2, kind, **NO_STALL)
+
+    class Own(np.ndarray):  # type: ignore[type-arg]
+        pass
+
+    def program(comm: Communicator) -> Notes:
+        notes, rank, every = Notes(), comm.rank, range(2)
+        here = [np.arange(35.0).reshape(5, 7) * (r + 1) for r in every]
+        mapped = np.memmap(tmp_path / f"of rank {rank}", float, "w+", shape=(5, 7))
+        for x in (mapped, np.empty((5, 7)).view(Own), np.empty((5, 7)).view(np.recarray)):
+            what = type(x).__name__
+            x[:] = here[rank]
+            gathered = comm.all_gather(x)
+            notes.check(type(gathered) is np.ndarray, f"the result for {what} is a plain array")
+            notes.expect(gathered, np.stack(here), f"all_gather of {what}")
+            notes.expect(comm.all_gather(x[1:3]), np.stack(here)[:, 1:3], f"rows of {what}")
+            comm.sendrecv(x, 1 - rank, into := np.empty_like(x), 1 - rank)
+            notes.expect(np.asarray(into), here[1 - rank], f"a message into {what}")
+            notes.check(comm.all_reduce(x) is x, f"all_reduce gives what it got: {what}")
+            notes.expect(np.asarray(x), here[0] + here[1], f"all_reduce of {what}")
+        notes.check(begun_fast(comm) == 3 * 4, "the engine has run all of them but", 12 - begun_fast(comm))
+        bad = np.ma.masked_array(np.ones(3), [0, 1, 0])
+        for call in (comm.all_reduce, comm.all_gather, lambda x: comm.send(x, 0)):
+            error = outcome(lambda call=call: call(bad))
+            notes.check(isinstance(error, UsageError) and "masked array" in str(error), error)
+        locked = np.ones(3).view(Own)
+        locked.flags.writeable = False
+        error = outcome(lambda: comm.all_reduce(locked))
+        notes.check(isinstance(error, UsageError) and "read-only" in str(error), error)
+        error = outcome(lambda: comm.all_reduce(np.ones((3, 3)).view(Own).T))
+        notes.check(isinstance(error, UsageError) and "not contiguous" in str(error), error)
+        return notes
+
+    assert found(comms, program) == []
+
+
 # -- numbers --------------------------------------------------------------------------------------------
 
 
@@ -234,6 +282,47 @@ def test_numbers_come_back_as_numbers(world: MakeWorld, kind: str) -> None:
 
     assert found(comms, program) == []
     assert all(begun_fast(comm) >= 3 * 5 * 3 for comm in comms)
+
+
+def test_numbers_of_subclasses_travel_as_their_base_types(world: MakeWorld) -> None:
+    comms = world(2, **NO_STALL)
+
+    class Metres(float):
+        pass
+
+    def program(comm: Communicator) -> Notes:
+        notes = Notes()
+        for given, want in (
+            (Level(3 + comm.rank), 7),
+            (Metres(0.5 + comm.rank), 2.0),
+            (np.complex128(comm.rank), np.complex128(1)),
+        ):
+            got = comm.all_reduce(given)
+            notes.check(type(got) is type(want) and got == want, f"{given!r}: {got!r}")
+        return notes
+
+    assert found(comms, program) == []
+    assert all(begun_fast(comm) == 3 for comm in comms)
+
+
+@pytest.mark.parametrize("axes", [8, 9, 32])
+def test_arrays_and_tensors_of_many_axes_are_seen_where_they_lie(world: MakeWorld, axes: int) -> None:
+    comms = world(2, **NO_STALL)
+    shape = (*(1,) * (axes - 2), 2, 3)
+
+    def program(comm: Communicator) -> Notes:
+        notes, rank = Notes(), comm.rank
+        here = [(np.arange(6.0) * (r + 1)).reshape(shape) for r in range(2)]
+        notes.expect(comm.all_reduce(here[rank].copy()), here[0] + here[1], "all_reduce")
+        notes.expect(comm.all_reduce(torch.tensor(here[rank])).numpy(), here[0] + here[1], "of a tensor")
+        notes.expect(comm.all_gather_v(here[rank]), here, "all_gather_v")
+        if axes < 32:  # NumPy 1 has no more
+            notes.expect(comm.all_gather(here[rank]), np.stack(here), "all_gather")
+            notes.expect(comm.scatter(np.stack(here) if rank == 1 else None, 1), here[rank], "scatter")
+        return notes
+
+    assert found(comms, program) == []
+    assert all(begun_fast(comm) == (5 if axes < 32 else 3) for comm in comms)
 
 
 def test_a_number_an_array_and_a_tensor_meet(world: MakeWorld) -> None:

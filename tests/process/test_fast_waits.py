@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.engines import NO_STALL, MakeWorld, found, outcome, world
+from tests.support.metronome import stopwatch
 from tests.support.oracle import Notes
 from tests.support.ranks import PATIENCE_S, run_each, wait_until
 
 import unisono as uni
 from unisono.comm.communicator import Communicator
-from unisono.errors import DeadlineExceeded, PeerLost
+from unisono.errors import DeadlineExceeded, PeerLost, UsageError
 
 __all__ = ["world"]
 
@@ -280,3 +281,30 @@ def test_a_waiting_thread_learns_of_a_rank_that_leaves(world: MakeWorld) -> None
     comms[1].send(np.ones(1), 0, 4)
     threads[0].join(PATIENCE_S)
     assert ended["1"].source == 1
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize("is_started", [False, True])
+def test_a_refused_message_ends_a_sendrecv_whose_own_message_waits(
+    world: MakeWorld, kind: str, is_started: bool
+) -> None:
+    comms = world(2, kind, **NO_STALL)
+
+    def program(comm: Communicator) -> Notes:
+        notes, there = Notes(), 1 - comm.rank
+        if comm.rank == 1:
+            comm.send(np.arange(9.0), there, 5)
+            comm.recv(np.empty(1), there, 6)  # until rank 0 has the error
+            notes.check(comm.probe(there, 5, timeout=0) is None, "rank 0's message was withdrawn")
+            return notes
+        long, short = np.ones(1 << 18), np.empty(3)
+        verbs = comm.start if is_started else comm
+        with stopwatch() as seconds:
+            error = outcome(lambda: getattr(verbs.sendrecv(long, there, short, there, 5), "wait", list)())
+            notes.check(isinstance(error, UsageError) and "72 bytes" in str(error), error)
+            notes.check(seconds() < 5, "at once, not after", seconds())
+        notes.check(comm.recv_bytes(there, 5) == np.arange(9.0).tobytes(), "the message is still there")
+        comm.send(np.ones(1), there, 6)
+        return notes
+
+    assert found(comms, program) == []

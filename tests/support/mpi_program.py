@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from array import array
 from typing import Any
 
 import numpy as np
@@ -157,6 +158,15 @@ def every_way(world: Communicator) -> None:
         assert world.all_reduce(rank + turn) == sum(range(size)) + turn * size
         world.barrier(timeout=30)
         assert calls.ended > before  # the number depends on which rank was late
+    before = calls.ended
+    for turn in range(20):
+        every = [float(each + turn) for each in range(size)]
+        for kind in (float, np.float64, lambda x: array("d", [x]), np.array):
+            got = world.all_reduce(kind(every[rank]))
+            assert np.asarray(got).item() == sum(every), (got, every)
+            equal(np.asarray(world.all_gather(kind(every[rank]))).ravel(), np.array(every))
+        assert world.gather(every[rank], root=turn % size) is None or rank == turn % size
+    assert calls.ended > before + 60  # 40 of them are arrays
 
 
 def shapes_differ(world: Communicator) -> None:

@@ -18,7 +18,7 @@ from unisono.comm.announcement import row_bytes
 from unisono.comm.argument_checks import check_algorithm, check_reduction, no_mean
 from unisono.comm.deadlock import ANY_RANK, ANY_TAG
 from unisono.comm.dispatch import CollectiveCall, Decided, decide
-from unisono.comm.fingerprint import NOTHING, Operand, described, fused
+from unisono.comm.fingerprint import NOTHING, Operand, described
 from unisono.comm.group import Group
 from unisono.comm.object_payload import as_no_object
 from unisono.comm.point_to_point import receivable, received
@@ -98,8 +98,8 @@ class Adoption:
     ) -> Decided | None:
         """Decide how the engine runs a collective; None leaves it to the reference path.
 
-        `lengths` are the elements of each part of a reduce_scatter_v, or of each array of an all_reduce_many,
-        which the engine has found to hold whole items.
+        `lengths` are the elements of each part of a reduce_scatter_v. Each type of an all_reduce_many is
+        decided by itself; the engine has found its arrays to hold whole items.
 
         Raises:
             UsageError: the operation is not defined for the type, or there is no such algorithm.
@@ -114,7 +114,7 @@ class Adoption:
             return None
         size = group.backend.size
         counts = _counts_of(operation, size, shape, lengths)
-        given = _operand_of(operation, dtype, counts, shape, lengths)
+        given = _operand_of(operation, dtype, counts, shape)
         identity = _identity_of(op, dtype) if operation == "exscan" and op is not None else b""
         if op is not None and op.width > 1:
             counts, dtype = tuple(n // op.width for n in counts), dtype.item(op.width)
@@ -258,7 +258,7 @@ class Adoption:
             assert fingerprint is not None
             one = CollectiveCall(group, call, algorithm, first_stage=1)
             if operations:
-                yield from one.take_over(operations[0][1], memory, fingerprint)
+                yield from one.take_over([handle for _, handle in operations], memory, fingerprint)
             if operation == "split":
                 given, _, result, _ = memory
                 # Made now, not when a thread waits for the work: other members may use the group already.
@@ -409,16 +409,11 @@ def _counts_of(
     return (each,) * counts_held(verb.collective, size)
 
 
-def _operand_of(
-    operation: str, dtype: DType, counts: tuple[int, ...], shape: tuple[int, ...], lengths: tuple[int, ...]
-) -> Operand:
-    """What ranks compare of a call."""
-    facts = VERBS[operation].facts
-    if Fact.FUSED in facts:
-        return fused([(dtype, length) for length in lengths])
+def _operand_of(operation: str, dtype: DType, counts: tuple[int, ...], shape: tuple[int, ...]) -> Operand:
+    """What ranks compare of a call, but for the numbers that the engine knows better."""
     # A barrier gives nothing, and the row of a split is not what the user gave.
     known = {"barrier": NOTHING, "split": ROW_OPERAND}.get(operation)
-    return known or described(dtype, counts, shape if Fact.SHAPED in facts else None)
+    return known or described(dtype, counts, shape if Fact.SHAPED in VERBS[operation].facts else None)
 
 
 def _is_converted(op: ReduceOp | None, dtype: DType) -> bool:

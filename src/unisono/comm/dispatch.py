@@ -14,7 +14,7 @@ from unisono.core.call import Call, Steps, await_request
 from unisono.core.dtypes import DType
 from unisono.core.envelope import UNTYPED, Tags
 from unisono.core.ops import ReduceOp
-from unisono.core.request import HeaderMismatch, LengthMismatch, Request
+from unisono.core.request import HeaderMismatch, JointRequest, LengthMismatch, Request
 from unisono.errors import UsageError
 from unisono.messaging.stage import Stage
 from unisono.plans import LINKS, Links, Problem, build, choose, entry_of
@@ -34,6 +34,7 @@ class CollectiveCall:
         self._call = call
         self._algorithm = algorithm
         self._stage = first_stage
+        self._fingerprint: bytes | None = None  # of the stage that began last
 
     @property
     def algorithm(self) -> str:
@@ -59,11 +60,13 @@ class CollectiveCall:
         algorithm: str | None = None,
         given: Operand | None = None,
         row_bytes: int = 0,
+        is_part: bool = False,
     ) -> Steps[None]:
         """Run one stage to its end. `shape` is shown and compared where ranks must agree on it.
 
         Where something else travels than the user gave (metadata, a wider type), `given` says what it was:
-        the first stage is the one that ranks compare.
+        the first stage is the one that ranks compare. `is_part`: the stages are parts of one thing, and all
+        carry the fingerprint of the first.
         """
         group, backend = self._group, self._group.backend
         if given is None:
@@ -81,7 +84,11 @@ class CollectiveCall:
         # An algorithm for metadata follows from what is shown already; what the user asked for does not.
         shown = self._algorithm if algorithm is not None else "auto" if library_may_run else name
         tag = Tags.collective(self.sequence, self._stage)
-        fingerprint = self._begin_stage(given, op, dtype, shown, root)
+        if is_part and self._fingerprint is not None:
+            self._stage += 1
+        else:
+            self._fingerprint = self._begin_stage(given, op, dtype, shown, root)
+        fingerprint = self._fingerprint
         part = Stage(group.context, tag, dtype, op, memory, fingerprint, row_bytes=row_bytes)
         if library_may_run and (own := backend.run_collective(problem, part)) is not None:
             self._call.is_joint = True
@@ -134,10 +141,13 @@ class CollectiveCall:
         except LengthMismatch as wrong:
             group.refuse_length(call, fingerprint, wrong.peer, wrong.came, wrong.awaited)
 
-    def take_over(self, handle: int, memory: tuple[Any, ...], fingerprint: bytes) -> Steps[None]:
-        """Finish what the fast path began."""
-        self._call.is_joint = self._group.backend.capabilities.run_collective
-        yield from self._follow(self._group.backend.adopt(handle, None, None, UNTYPED, memory), fingerprint)
+    def take_over(self, handles: list[int], memory: tuple[Any, ...], fingerprint: bytes) -> Steps[None]:
+        """Finish what the fast path began: stages that run at once."""
+        backend = self._group.backend
+        self._call.is_joint = backend.capabilities.run_collective
+        requests = [backend.adopt(handle, None, None, UNTYPED, memory) for handle in handles]
+        request = requests[0] if len(requests) == 1 else JointRequest(requests)
+        yield from self._follow(request, fingerprint)
 
 
 # What a class of calls needs to be made on any group of one shape: the program (or the LibraryCall that makes

@@ -143,11 +143,13 @@ def fused(arrays: Sequence[tuple[DType, int]]) -> Operand:
     """Arrays that travel together, by type and length.
 
     In the order given: lists of the same arrays in another order would be paired by type without a word.
+    Those of the type with the lowest number are reduced first.
     """
     runs = itertools.groupby(arrays, key=lambda array: array[0])
     text = " ".join(f"{dtype}[{_lengths_text(tuple(n for _, n in run))}]" for dtype, run in runs)
     values = tuple(value for dtype, count in arrays for value in (dtype.code, count))
-    return Operand(arrays[0][0] if arrays else None, sum(count for _, count in arrays), values, text or "[]")
+    first = min((dtype for dtype, _ in arrays), key=lambda dtype: dtype.code, default=None)
+    return Operand(first, sum(count for _, count in arrays), values, text or "[]")
 
 
 def _lengths_text(lengths: tuple[int, ...]) -> str:

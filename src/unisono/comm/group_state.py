@@ -14,8 +14,9 @@ from typing import Final
 from unisono._native import CallLog, NativeGroup
 from unisono.comm.control import Control
 from unisono.comm.control_messages import CALLS_MAX, CallReport, Goodbye
-from unisono.comm.fingerprint import words_of
+from unisono.comm.fingerprint import fused, words_of
 from unisono.core.call_site import caller, is_users, line_text
+from unisono.core.dtypes import DTYPES
 from unisono.core.envelope import Lane
 from unisono.core.task import Task
 from unisono.errors import ClosedError, Location, PeerLost, UnisonoError, lost_text, said_of
@@ -138,7 +139,12 @@ class GroupState:
         is_known = bool(filename) and is_users(filename)
         words = self._words.get(fingerprint)
         if words is None:  # the engine made the call
-            words = words_of(fingerprint, lengths=self.call_log.lengths(sequence)) + self.tail_words
+            lengths, types = self.call_log.lengths(sequence), self.call_log.types(sequence)
+            arrays = None
+            if lengths is not None and types is not None:
+                dtypes = list(DTYPES.values())
+                arrays = fused([(dtypes[code], n) for code, n in zip(types, lengths, strict=True)]).text
+            words = words_of(fingerprint, arrays, lengths=lengths) + self.tail_words
         return CallReport.of(fingerprint, words, line_text(filename, line) if is_known else "")
 
     def last_calls_here(self) -> dict[int, CallReport]:

@@ -366,7 +366,8 @@ def all_reduce_fused(one: CollectiveCall, arrays: list[Array], op: ReduceOp, siz
         joined = np.concatenate([array.flat for array in same])
         memory = widen(joined, dtype) if is_wide else joined
         kind = DTYPES["float32"] if is_wide else dtype
-        yield from one.run("all_reduce", (memory.size,), kind, {Buf.OUT: memory}, op=op, given=given)
+        out = {Buf.OUT: memory}
+        yield from one.run("all_reduce", (memory.size,), kind, out, op=op, given=given, is_part=True)
         if op.is_mean and size > 1:
             divide(memory, size, kind)
         if is_wide:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from unisono.core.envelope import Any_, Envelope
@@ -13,7 +14,7 @@ from unisono.errors import ClosedError, PeerLost
 if TYPE_CHECKING:
     from unisono._native import RankMap
 
-__all__ = ["HeaderMismatch", "LengthMismatch", "Request", "withdrawn"]
+__all__ = ["HeaderMismatch", "JointRequest", "LengthMismatch", "Request", "withdrawn"]
 
 
 class HeaderMismatch(Exception):
@@ -142,6 +143,40 @@ class Request:
             self._withdraw = None
         for callback in callbacks:
             callback()
+
+
+class JointRequest(Request):
+    """Several requests as one. It ends when all have ended; an error of one withdraws the others."""
+
+    __slots__ = ("_first_error", "_left", "_parts")
+
+    def __init__(self, parts: Sequence[Request]) -> None:
+        super().__init__(parts[0].peer, lambda _: [part.cancel() for part in parts].count(True) > 0)
+        self._parts = parts
+        self._left = len(parts)
+        self._first_error: BaseException | None = None
+        for part in parts:
+            part.notify(partial(self._on_end, part))
+
+    def peers_awaited(self) -> tuple[int, ...]:
+        """The ranks that any of them waits for."""
+        return tuple({peer for part in self._parts for peer in part.peers_awaited()})
+
+    def _on_end(self, ended: Request) -> None:
+        error = ended.error
+        with self._lock:
+            self._left -= 1
+            is_last, is_first_error = self._left == 0, error is not None and self._first_error is None
+            if is_first_error:
+                self._first_error = error
+        if is_last:
+            if self._first_error is None:
+                self.complete()
+            else:
+                self.fail(self._first_error)
+        elif is_first_error:
+            for part in self._parts:
+                part.cancel()
 
 
 def withdrawn() -> ClosedError:
