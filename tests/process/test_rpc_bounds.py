@@ -154,14 +154,18 @@ def uses_all_credit(comm: uni.Communicator, targets: list[int]) -> None:
     counts = np.zeros(comm.size, np.int64)
     comm.barrier()
     for dst in targets:
+        sent: list[uni.Work[Any]] = []
         for _ in range(PATIENCE_S // 4):
-            works += (batch := [comm.start.send(np.zeros(1000), dst) for _ in range(16)])
-            counts[dst] += len(batch)
+            batch = [
+                comm.start.send(np.zeros(1000), dst) for _ in range(16 - sum(one.done() for one in sent))
+            ]
+            sent += batch
             with contextlib.suppress(uni.DeadlineExceeded):
                 uni.wait_all(batch, timeout=1.0)
                 break
-        else:
-            raise AssertionError(f"credit with rank {dst} is lost")
+        assert sum(one.done() for one in sent) == 16, f"credit with rank {dst} is lost"
+        counts[dst] = len(sent)
+        works += sent
     counts = comm.all_to_all(counts)
     for src, count in enumerate(counts):
         for _ in range(count):
