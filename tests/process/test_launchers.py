@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.ports import free_port
 
 from unisono.bench.systems import mpiexec
 from unisono.bootstrap import store as store_module
@@ -83,14 +84,6 @@ def test_under_torchrun_on_several_hosts_ranks_join_by_its_store(program: str, t
     said = "".join(ended(agent) for agent in agents)
     assert "2 ranks [0, 1], True" in said
     assert not list(tmp_path.glob("unisono-*/*.ticket"))
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def test_under_mpiexec(program: str, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.support.hosts import Hosts, hosts
 from tests.support.paths import SUPPORT
+from tests.support.ports import free_port
 
 __all__ = ["hosts"]
 
@@ -53,12 +53,6 @@ def right(out: str, *ways: str, size: int = 2) -> bool:
         for time in range(times[way])
         for rank in range(size)
     )
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 # -- torch finds it -----------------------------------------------------------------------------------------
