@@ -87,6 +87,13 @@ struct QuicConnection::Callbacks {
     }
   }
 
+  // ngtcp2 0.12 aborts the process if it writes with these keys and knows no version: an opener that sends no transport
+  // parameters brings it there.
+  static int recv_tx_key(ngtcp2_conn* connection, QuicKeyLevel level, void* self) {
+    if (level != application_keys || ngtcp2_conn_get_negotiated_version(connection) != 0) return 0;
+    of(self).fault_ = "its greeting has no transport parameters";
+    return NGTCP2_ERR_CALLBACK_FAILURE;
+  }
   static int handshake_completed(ngtcp2_conn*, void* self) {
     return guard(self, [](QuicConnection& me) { return me.on_certified(); });
   }
@@ -175,6 +182,7 @@ struct QuicConnection::Callbacks {
     made.delete_crypto_cipher_ctx = ngtcp2_crypto_delete_crypto_cipher_ctx_cb;
     made.get_path_challenge_data = ngtcp2_crypto_get_path_challenge_data_cb;
     made.version_negotiation = ngtcp2_crypto_version_negotiation_cb;
+    made.recv_tx_key = recv_tx_key;
     made.handshake_completed = handshake_completed;
     made.recv_stream_data = recv_stream_data;
     made.acked_stream_data_offset = acked;

@@ -19,6 +19,8 @@ struct QuicClose {
 
 #if NGTCP2_VERSION_NUM >= 0x010000
 
+using QuicKeyLevel = ngtcp2_encryption_level;
+inline constexpr QuicKeyLevel application_keys = NGTCP2_ENCRYPTION_LEVEL_1RTT;
 inline const uint8_t* token_of(const ngtcp2_pkt_hd& first) { return first.token; }
 inline size_t token_bytes(const ngtcp2_pkt_hd& first) { return first.tokenlen; }
 inline void set_token(ngtcp2_settings& settings, const ngtcp2_pkt_hd& first) {
@@ -58,6 +60,8 @@ inline uint64_t window_of(ngtcp2_conn* conn) {
 
 #else
 
+using QuicKeyLevel = ngtcp2_crypto_level;
+inline constexpr QuicKeyLevel application_keys = NGTCP2_CRYPTO_LEVEL_APPLICATION;
 inline size_t probe_timeouts(ngtcp2_conn* conn) {
   ngtcp2_conn_stat now;
   ngtcp2_conn_get_conn_stat(conn, &now);
