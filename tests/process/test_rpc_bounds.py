@@ -163,7 +163,7 @@ def uses_all_credit(comm: uni.Communicator, targets: list[int]) -> None:
             with contextlib.suppress(uni.DeadlineExceeded):
                 uni.wait_all(batch, timeout=1.0)
                 break
-        assert sum(one.done() for one in sent) == 16, f"credit with rank {dst} is lost"
+        assert sum(one.done() for one in sent) >= 16, f"credit with rank {dst} is lost"
         counts[dst] = len(sent)
         works += sent
     counts = comm.all_to_all(counts)
